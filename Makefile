@@ -120,9 +120,10 @@ $(TOOLS)/uv: | $(BIN)/python
 
 UV := $(TOOLS)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 lock: $(TOOLS)/uv ## update the lock files after a change of pyproject.toml, but requirements-cpu.lock; LOCK='--upgrade' takes the newest versions
-	printf '%s\n' $(LOCKED) | $(UV) --config-file deploy/release/uv.toml $(LOCK) pyproject.toml - -o requirements.lock
+	printf '%s\n' $(LOCKED) | $(UV) --config-file deploy/release/uv.toml $(LOCK) pyproject.toml - \
+	  --extra vllm -o requirements.lock
 	printf '%s\n' $(LOCKED_DEV) | $(UV) --config-file deploy/release/uv.toml $(LOCK) pyproject.toml - \
-	  --extra dev --extra signing -c requirements.lock -o requirements-dev.lock
+	  --extra dev --extra signing --extra vllm -c requirements.lock -o requirements-dev.lock
 	grep -o '^torch==[0-9.]*' requirements.lock | $(UV) $(LOCK) - -c requirements.lock --no-emit-package torch -o requirements-cuda.lock
 
 audit: $(TOOLS)/uv ## name the locked versions that have an advisory; needs PyPI's advisory database

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.engine.llm import DEFAULT_MODEL, LLM
-from baton.engine.loading.memory import footprint
+from baton.engine.loading.memory import EngineShape, footprint
 from baton.text.grammar import translate
 from baton.types.params import SamplingParams
 from loadtest.lab.quantisation import TEXT
@@ -138,7 +138,7 @@ class Examination:
         return Quality(
             weights,
             kv,
-            footprint(llm.artifact.config, quantisation=weights).weights / 2**20,
+            footprint(EngineShape(llm.artifact.config, quantisation=weights)).weights / 2**20,
             geometry.block_bytes // geometry.block_tokens,
             math.exp(-sum(logprobs) / len(logprobs)),
             _share(answers.best, plain.best),

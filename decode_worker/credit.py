@@ -41,7 +41,6 @@ class _Demand:
     peer: str
     frame_bytes: tuple[int, ...]
     tag: int  # of its next frame: the lowest goes first
-    urgent_ns: int  # from then on the pace does not delay it
     frames: int = 0  # granted
     in_flight_bytes: int = 0
 
@@ -154,7 +153,7 @@ class ReceiveCredit:
         own = self._of_owner.setdefault(owner, set())
         before = [self._waiting[one].last_tag for one in own if one in self._waiting]
         tag = max([self._tag, *before]) + frame_bytes[0]
-        self._waiting[number] = _Demand(owner, peer, tuple(frame_bytes), tag, urgent_ns)
+        self._waiting[number] = _Demand(owner, peer, tuple(frame_bytes), tag)
         own.add(number)
         self._by_tag.put(number, tag)
         self._patient.put(number, urgent_ns)

@@ -67,9 +67,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         metrics: Metrics,
         tracing: Tracing,
         prefixes: PrefixPuller,
-        tamperer: FrameTamperer | None = None,
-        token: FleetToken | None = None,
-        unsigned_pulls: bool = False,
+        tamperer: FrameTamperer | None,
+        token: FleetToken,
+        unsigned_pulls: bool,
     ) -> None:
         self._engine = engine
         self._pool = pool
@@ -78,7 +78,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._metrics = metrics
         self._tracing = tracing
         self._prefixes = prefixes
-        self._token = token or FleetToken()
+        self._token = token
         self._unsigned_pulls = unsigned_pulls
         self.source = PoolSource(
             pool,

@@ -83,6 +83,4 @@ class LaneConfig(Section):
         pools = own.get("pools", {})
         if common := [key for key in _OF_THE_FLEET if key in pools]:
             raise ValueError(f"pools.{common[0]} holds for all models: set it in `pools` itself")
-        if pools.get("roles") == "auto" or (fleet.get("pools") or {}).get("roles") == "auto":
-            raise ValueError("`roles: auto` needs a fleet with one model: set prefill and decode")
         return {**fleet, **own, "pools": {**(fleet.get("pools") or {}), **pools}}

@@ -131,8 +131,6 @@ class PoolsConfig(Section):
     """Worker pools and routers. A fleet with one pool is colocated.
 
     Attributes:
-        roles: Choice of ``prefill`` and ``decode``. ``auto`` lets Baton choose them for one
-            host from measurements (``fleet/host_roles.py``); until then they are a pair.
         auto: Bounds for the planner's choice of sizes, and the price of a worker.
         kv_tiers: KV storage below each worker's pool, see ``docs/design/kv-tiers.md``.
         ports: Port range ``FIRST-LAST`` of the workers, for firewalls. Without it, the kernel
@@ -151,7 +149,6 @@ class PoolsConfig(Section):
             cores of the host. ``docs/guide/operate.md`` lists the state that they share.
     """
 
-    roles: Literal["fixed", "auto"] = "fixed"
     prefill: Annotated[int, Field(ge=0, le=512)] = 1  # number of prefill workers
     decode: Annotated[int, Field(ge=0, le=512)] = 1  # decode workers; alone, they compute prompts
     routers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
@@ -169,6 +166,16 @@ class PoolsConfig(Section):
     pull_prefixes: bool = True  # let workers pull prefixes of a prompt from each other's caches
     receive_cpu_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.025
     idle_sleep_s: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sizes_are_numbers(cls, value: object) -> object:
+        if isinstance(value, dict) and "roles" in value:
+            raise ValueError(
+                "`roles` is not supported: set `prefill` and `decode`, such as `prefill: 0` and "
+                "`decode: 1` for one worker with all cores"
+            )
+        return value
 
     @field_validator("ports")
     @classmethod
@@ -207,8 +214,6 @@ class PoolsConfig(Section):
         if kind is None:
             return self
         hand_off = self.vllm.hand_off if self.vllm is not None else None
-        if self.roles == "auto":
-            raise ValueError(f"`roles: auto`: not for {kind} workers; set prefill and decode")
         if self.prefill and hand_off is None:
             raise ValueError(
                 f"{kind} workers hand over KV only with `{kind}: {{hand_off: nixl}}`: set it, or "
@@ -229,19 +234,9 @@ class PoolsConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _roles_exclude_sizes(self) -> Self:
-        if self.roles == "auto" and {"prefill", "decode"} & self.model_fields_set:
-            raise ValueError("`roles: auto` chooses prefill and decode: remove these keys")
-        if self.roles == "auto" and self.widest > 1:
-            raise ValueError("`roles: auto` needs workers of one rank: set prefill and decode")
-        return self
-
-    @model_validator(mode="after")
     def _bounds_hold_the_start(self) -> Self:
         if (bounds := self.bounds) is None:
             return self
-        if self.roles == "auto":
-            raise ValueError("`roles: auto` and `auto: {min, max}` exclude each other")
         if self.total > bounds.max:
             raise ValueError(
                 f"prefill + decode is {self.total}, more than `auto.max`, which is {bounds.max}"

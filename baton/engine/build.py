@@ -7,6 +7,7 @@ They do not depend on each other.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from baton.engine.core.model_runner import ModelInfo, ModelRunner
@@ -53,6 +54,7 @@ def build_artifact(
             f"max_context_tokens is {context}; {settings.model} supports at most "
             f"{artifact.config.max_context_tokens}"
         )
+    settings = msgspec.structs.replace(settings, max_context_tokens=context)
     is_on_cuda = _is_on_cuda(settings.device)
     grammars = open_grammars(artifact)  # reads the vocabulary while the weights load
     if is_on_cuda:
@@ -65,7 +67,7 @@ def build_artifact(
         return build_cuda_runner(settings, artifact, context, map_pool, progress, grammars)
     from baton.engine.cpu.build import build_cpu_runner
 
-    return build_cpu_runner(settings, artifact, context, map_pool, progress, grammars, ranks)
+    return build_cpu_runner(settings, artifact, map_pool, progress, grammars, ranks)
 
 
 def _is_on_cuda(device: str) -> bool:

@@ -6,7 +6,6 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +28,6 @@ from fleet.cli.common import (
     show_error,
 )
 from fleet.cli.reconcile import reconcile_running
-from fleet.host_roles import known, measure, settled
 from fleet.lease_keeper import LeaseTakenError
 from fleet.local import state as fleet_state
 from fleet.local.checks.preflight import PortTakenError
@@ -119,18 +117,12 @@ def up(
         _announce(console, supervisor, config)
         serving.set()
 
-    if address is not None and config.pools.roles == "auto":
-        fail(
-            "pools.roles = auto works on one host only, not with --address: set pools.prefill and "
-            "pools.decode"
-        )
     if reconcile or (dry_run and address is None):
-        reconcile_running(config_file, settled(config, known(config)), dry_run=dry_run)
+        reconcile_running(config_file, config, dry_run=dry_run)
         return
     if dry_run and address is not None:
         _show_plan(config, address)
         return
-    config = _with_roles(config, say)
     file_again = config_file.absolute()  # before the supervisor changes the current folder
     supervisor = Supervisor(
         config,
@@ -139,7 +131,7 @@ def up(
         address,
         take_over=take_over,
         leave=leave,
-        reread=lambda: _with_roles(read_fleet_file(file_again, port)[1], say),
+        reread=lambda: read_fleet_file(file_again, port)[1],
     )
     try:
         supervisor.run(on_ready)
@@ -148,20 +140,6 @@ def up(
         os._exit(1)
     except _REFUSALS as error:
         fail(str(error))
-
-
-def _with_roles(config: FleetConfig, say: Callable[[str], None]) -> FleetConfig:
-    if config.pools.roles != "auto":
-        return config
-    measured = None
-    if config.pools.engine.emulated is None and (measured := known(config)) is None:
-        say("roles: auto: measuring this host, once per model (about 5 s)")
-        try:
-            measured = measure(config)
-        except RuntimeError as error:
-            say(f"note: {error}")
-    say(f"roles: {measured or 'a prefill and a decode worker (not measured)'}")
-    return settled(config, measured)
 
 
 def _show_plan(config: FleetConfig, address: str) -> None:

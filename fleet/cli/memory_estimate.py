@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 
 from baton.engine.core.sequence import blocks_for
 from baton.engine.cpu.native.library import load, widens_bf16
-from baton.engine.loading.memory import Footprint, footprint, kv_geometry
+from baton.engine.loading.memory import EngineShape, Footprint, footprint, kv_geometry
 from baton.model.model_config import ModelConfig, ModelError
 
 
@@ -71,7 +71,7 @@ def plan_capacity(
         )
     if tensor_parallel > 1 and weights == "int4":
         raise ModelError("--tensor-parallel: int4 weights cannot be split over ranks: use int8")
-    need = footprint(
+    shape = EngineShape(
         config,
         dtype=dtype,
         quantisation=weights,
@@ -83,6 +83,7 @@ def plan_capacity(
         native=load() is not None,
         widened=widens_bf16(),
     )
+    need = footprint(shape)
     blocks = blocks_for(context)
     pools = [kv_geometry(config, dtype if kv == "none" else kv, blocks)]
     if draft is not None:  # same number of blocks, never quantised

@@ -20,7 +20,6 @@ from baton.telemetry.progress import Progress
 from baton.types.lanes import OF_VERSION, split_version
 from fleet.cli.common import FleetOption, fail, read_fleet_file, running_fleet
 from fleet.cli.reconcile import planned, reconcile_running
-from fleet.host_roles import known, settled
 from fleet.local import state as fleet_state
 from fleet.local.checks.preflight import describe_model
 from fleet.local.state import FleetState
@@ -69,7 +68,7 @@ def add(
         fail(f"{error}; {file} is unchanged")
     _, config = read_fleet_file(file, None)
     try:
-        reconcile_running(file, settled(config, known(config)), dry_run=False)
+        reconcile_running(file, config, dry_run=False)
     except typer.Exit:
         if _rejected(state, config.models):
             file.write_text(before, "utf-8")

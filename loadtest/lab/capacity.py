@@ -8,7 +8,7 @@ import psutil
 
 from baton.engine.core.sequence import blocks_for
 from baton.engine.llm import LLM
-from baton.engine.loading.memory import footprint
+from baton.engine.loading.memory import EngineShape, footprint
 from loadtest.commands.points import measured
 from loadtest.lab.driver import Driver, engine, warm
 from loadtest.lab.results import Cell, Findings, Plot, Series
@@ -32,7 +32,7 @@ def run(context: LabContext) -> Findings:
     rows = measured(counts, lambda count: _measure(llm, count))
     began = next((int(str(row[0])) for row in rows if row[3]), None)
     longest = _longest_accepted(llm, blocks * 16)
-    need = footprint(llm.artifact.config, max_batch_requests=2 * predicted)
+    need = footprint(EngineShape(llm.artifact.config, max_batch_requests=2 * predicted))
     predicted_mib = (need.total + llm.runner.geometry.pool_bytes) / _MIB
     measured_mib = psutil.Process().memory_info().rss / _MIB
     return Findings(

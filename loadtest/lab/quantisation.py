@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from baton.engine.llm import LLM
-from baton.engine.loading.memory import footprint
+from baton.engine.loading.memory import EngineShape, footprint
 from loadtest.commands.points import measured
 from loadtest.lab.driver import Driver, warm
 from loadtest.lab.results import Cell, Findings, Plot, Series
@@ -80,7 +80,7 @@ def _examine(context: LabContext, weights: str, kv: str, scored: int, steps: int
     geometry = llm.runner.geometry
     return [
         f"{weights} / {kv}",
-        footprint(llm.artifact.config, quantisation=weights).weights / 2**20,
+        footprint(EngineShape(llm.artifact.config, quantisation=weights)).weights / 2**20,
         geometry.block_bytes // geometry.block_tokens,
         math.exp(-float(np.mean(logprobs))),
         1e3 * statistics.median(decode_s),

@@ -91,7 +91,6 @@ def test_routers_let_no_worker_pull_a_prefix_from_a_vllm(monkeypatch: pytest.Mon
             "--lora-modules: use `adapters.load`",
         ),
         ({"prefill": 1}, {}, "hand over KV only with `vllm: {hand_off: nixl}`: set it"),
-        ({"roles": "auto", "prefill": 1}, {}, "`roles: auto`: not for vllm workers"),
         (
             {"vllm": {"python": PYTHON, "hand_off": "baton", "args": ["-pp", "2"]}},
             {},

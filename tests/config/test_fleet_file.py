@@ -110,8 +110,8 @@ def test_texts_are_logged_only_where_there_is_a_line_for_them() -> None:
         ),
         ("redis: localhost", "must be `embedded` or a URL"),
         ("pools: {prefill: 0, decode: 0}", "needs at least one worker"),
-        ("pools: {roles: auto, decode: 2}", "`roles: auto` chooses prefill and decode"),
-        ("pools: {roles: auto, tensor_parallel: 2}", "needs workers of one rank"),
+        ("pools: {roles: auto}", "`roles` is not supported: set `prefill` and `decode`"),
+        ("pools: {roles: fixed, decode: 2}", "`prefill: 0` and `decode: 1` for one worker"),
         (
             "max_batch_requests: 600",
             "max_step_tokens = 512: must be at least max_batch_requests (6",
@@ -367,7 +367,6 @@ def test_sizes_by_load_need_limits_and_hold_the_start(tmp_path: Path) -> None:
     assert "needs `slo" in problem(tmp_path, f"pools: {{{bounds}}}\n")
     slo = "slo: {ttft_s: 1, itl_s: 0.1}\n"
     assert "more than `auto.max`" in problem(tmp_path, f"{slo}pools: {{decode: 2, {bounds}}}\n")
-    assert "exclude" in problem(tmp_path, f"{slo}pools: {{roles: auto, {bounds}}}\n")
     file = tmp_path / "fleet.yaml"
     file.write_text(f"{slo}pools: {{prefill: 0, decode: 0, {bounds}}}\n")
     config = load_config(file)

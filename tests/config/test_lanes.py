@@ -77,7 +77,7 @@ def test_a_fleet_with_one_model_is_its_only_lane() -> None:
         ),
         (
             "{models: {a: {model: x, pools: {roles: auto}}}}",
-            "models.a: `roles: auto` needs a fleet with one model",
+            "`roles` is not supported: set `prefill` and `decode`",
         ),
         ("{models: {a: {modl: x}}}", "models.a.modl: unknown key; did you mean `model`?"),
         ("{models: {a: {pools: {}}}}", "models.a = {'pools': {}}: the key `model` is missing"),

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from baton.config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.core.speculative.proposers import SpeculationSettings
-from baton.engine.loading.memory import automatic_blocks, footprint, pool_geometry
+from baton.engine.loading.memory import EngineShape, automatic_blocks, footprint, pool_geometry
 from baton.engine.process import messages
 from baton.engine.process.handle import EngineHandle
 from baton.engine.settings import EngineSettings
@@ -58,11 +58,15 @@ def test_kv_grows_with_context_and_requests_and_shrinks_with_its_format(
 
 def test_weights_are_counted_as_they_are_kept(config: ModelConfig) -> None:
     plain, int8, int4 = (
-        footprint(config, quantisation=kind).layers for kind in ("none", "int8", "int4")
+        footprint(EngineShape(config, quantisation=kind)).layers
+        for kind in ("none", "int8", "int4")
     )
     assert 0.5 < int8 / plain < 0.52
     assert 0.31 < int4 / plain < 0.32  # 4 bits, and 1 for scale and offset
-    assert footprint(config, dtype="fp32").weights > 1.99 * footprint(config).weights
+    assert (
+        footprint(EngineShape(config, dtype="fp32")).weights
+        > 1.99 * footprint(EngineShape(config)).weights
+    )
 
 
 def test_as_many_requests_fit_as_it_says(config: ModelConfig) -> None:
@@ -96,7 +100,7 @@ def test_the_command_answers_in_words_in_json_and_in_its_exit_code() -> None:
 
 
 def test_the_pool_takes_half_of_a_workers_share_of_what_is_free(config: ModelConfig) -> None:
-    need = footprint(config)
+    need = footprint(EngineShape(config))
     block = 368_640
     alone = automatic_blocks(need, block, 8 * GIB, 1, useful_blocks=1 << 20)
     assert math.isclose(alone * block, (8 * GIB - need.total - need.loading) / 2, rel_tol=0.01)
@@ -148,7 +152,7 @@ def test_a_restarted_worker_takes_as_many_blocks_as_before_if_half_of_the_free_m
         return pool_geometry(settings, config).num_blocks
 
     first = blocks(8 * GIB, 0)
-    others = footprint(config).total + first * 368_640
+    others = footprint(EngineShape(config)).total + first * 368_640
     left = 8 * GIB - others
     assert blocks(left, 0) < first  # what the other worker holds was subtracted, and then halved
     assert blocks(left, first) == first

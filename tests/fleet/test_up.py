@@ -26,7 +26,6 @@ from fleet.process_key import ProcessKey
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 LOCAL = (ROOT / "deploy" / "local.yaml").read_text()
-AUTO = LOCAL.replace("  prefill: 1 ", "  roles: auto ").replace("  decode: 1 ", "  # decode: 1 ")
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -156,27 +155,6 @@ def test_the_whole_story_from_make_serve_to_an_empty_machine(serve: Serve) -> No
     assert not Path(state.run_folder).exists()
     assert fleet_state.load("up-test") is None
     assert set(Path("/dev/shm").iterdir()) <= shared_memory
-
-
-@pytest.mark.slow
-def test_auto_roles_are_the_workers_that_were_measured_for(serve: Serve) -> None:
-    served = serve(["make", "serve"], AUTO)
-    url = served.wait_ready()
-    said = " ".join(served.output.read_text().split())
-    roles = re.search(
-        r"roles: (one worker|a prefill and a decode worker).* a prompt is computed", said
-    )
-    assert roles, said
-    expected = {"worker-0"} if roles[1] == "one worker" else {"worker-0", "worker-1"}
-    assert {worker["id"] for worker in fleet_of(url)["workers"]} == expected
-    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-        answer = client.chat.completions.create(model="default", messages=QUESTION, temperature=0)
-    assert answer.choices[0].message.content == "The capital of France is Paris."
-    state = fleet_state.load("up-test")
-    assert state is not None
-    served.process.send_signal(signal.SIGINT)
-    served.process.wait(15)
-    wait_for(lambda: not list(fleet_state.processes_of(state.run_folder)), 1)
 
 
 @pytest.mark.slow

@@ -357,7 +357,12 @@ class Duo:
 
     def assert_ours(self, handover: Handover, table: tuple[int, ...], kv_slice: KvSlice) -> None:
         """A page is written only while it is reserved, or in quarantine."""
-        mine = self.decode.core.batch.reservations.writable(handover.name)
+        reservations = self.decode.core.batch.reservations
+        reserved = reservations._by_request.get(handover.name)
+        mine = set(reserved.pages) if reserved else set()
+        for (revoked_name, _), draining in reservations._draining.items():
+            if revoked_name == handover.name:
+                mine.update(draining)
         pages = set(table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count])
         assert pages <= mine, "a write after the pages were given back"
 

@@ -131,7 +131,7 @@ def test_a_turn_needs_looks_that_agree_and_is_seen_before_the_next():
     assert kinds[1:] == [Nothing, Nothing, Nothing, RoleChange]
     assert found[1].reason.startswith("one more look")
     world = World(workers(3, 5))
-    world.turn = lambda decision: None  # no router places by the new role
+    world.change_role = lambda decision: None  # no router places by the new role
     found = world.looks(6, 4.6, 1.2)
     assert isinstance(found[4], RoleChange)
     assert found[5] == Nothing(reason="a turn is pending")
@@ -275,9 +275,9 @@ steps = st.lists(
 
 def walk(prefill: int, decode: int, days) -> list[tuple[int, object, list[WorkerState]]]:
     world = World(workers(prefill, decode))
-    turn, seen = world.turn, []
+    change, seen = world.change_role, []
     for prefill_load, decode_load, streams, wait_s, visible, repeats in days:
-        world.turn = turn if visible else lambda decision: None
+        world.change_role = change if visible else lambda decision: None
         for _ in range(repeats):
             fleet, now_ns = world.fleet, world.now_ns
             now = waiting(wait_s) | {"streams": streams}

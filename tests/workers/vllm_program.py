@@ -18,6 +18,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import zmq
+import zmq.asyncio
 
 RECORDED = Path(__file__).parents[1] / "engine/vllm/recorded"
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
@@ -146,16 +148,15 @@ class Program:
             writer.write(HEAD % len(response) + response)
             await writer.drain()
 
-    async def events(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer):
-            writer.write((RECORDED / "events.zmtp").read_bytes())
-            while await reader.read(1 << 16):
-                pass
-
     async def serve(self) -> None:
-        for name, handler in (("events", self.events), ("http", self.http)):
-            await asyncio.start_unix_server(handler, self.folder / name)
-        await asyncio.get_running_loop().create_future()
+        with zmq.asyncio.Context() as context, context.socket(zmq.XPUB) as publisher:
+            publisher.bind(f"ipc://{self.folder}/events")
+            await asyncio.start_unix_server(self.http, self.folder / "http")
+            recorded = (RECORDED / "events.msgpack").read_bytes()
+            while True:
+                await publisher.recv()  # a subscription
+                for parts in msgspec.msgpack.decode(recorded):
+                    await publisher.send_multipart(parts)
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ class BatchState:
             if isinstance(item, TokenSequence) and item.blocks:
                 raise RuntimeError(f"waiting sequence {item.sequence_id} holds blocks")
 
-        # ---------------------------------------------------------------- sequences
+    # ---------------------------------------------------------------- sequences
 
     def new_sequence(self, request: EngineRequest, choice: int, tokens: list[int]) -> TokenSequence:
         """Return a sequence without blocks that reuses the prompt's known hashes."""
@@ -315,7 +315,7 @@ class BatchState:
             self.held.pop(sequence.request.request_id, None)
         self.vacate(sequence)
 
-        # ---------------------------------------------------------------- blocks
+    # ---------------------------------------------------------------- blocks
 
     def register_hashes(self, sequence: TokenSequence) -> None:
         """Register the hashes of full blocks, so that other requests can share them."""

@@ -173,12 +173,3 @@ class Reservations:
     def oldest_draining(self) -> int:
         """Generation of the draining reservation revoked first; 0 for none."""
         return next((generation for _, generation in self._draining), 0)
-
-    def writable(self, request_id: str) -> set[int]:
-        """Return the pages that the request's KV receiver may be writing to."""
-        reservation = self._by_request.get(request_id)
-        pages = set(reservation.pages) if reservation else set()
-        for (revoked_id, _), draining in self._draining.items():
-            if revoked_id == request_id:
-                pages.update(draining)
-        return pages

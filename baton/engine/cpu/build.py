@@ -35,13 +35,12 @@ _LOG = logging.getLogger(__name__)
 def build_cpu_runner(
     settings: EngineSettings,
     artifact: ModelArtifact,
-    max_context_tokens: int,
     map_pool: Callable[[KvGeometry], memoryview],
     progress: Callable[[str], None],
     grammars: Grammars,
-    ranks: RankProcesses | None = None,
+    ranks: RankProcesses | None,
 ) -> tuple[CpuRunner, ModelInfo]:
-    """Load a model, prove its numerics, and return its runner (``engine.build.build_runner``)."""
+    """Load a model, prove its numerics, and return its runner (``engine.build.build_artifact``)."""
     if ranks is not None and settings.weight_quantisation == "int4":
         raise ModelError("tensor_parallel does not support int4 weights; use int8 or none")
     choose_native(settings.native)
@@ -71,7 +70,8 @@ def build_cpu_runner(
     give_back_memory()
     if cores is not None:
         cores.lend()
-    return runner, ModelInfo(identity, artifact.weights_digest, max_context_tokens, c.vocab_size)
+    context = settings.max_context_tokens
+    return runner, ModelInfo(identity, artifact.weights_digest, context, c.vocab_size)
 
 
 def _shared_cores(settings: EngineSettings) -> SharedCores | None:

@@ -51,7 +51,6 @@ class SharedCores:
     """
 
     def __init__(self, own: int, most: int, cores: int, path: Path) -> None:
-        self._own = own
         self._library = load()
         self._table = _opened(path)
         memory = mmap.mmap(self._table, _TABLE_BYTES)

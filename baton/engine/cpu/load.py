@@ -1,7 +1,5 @@
 """Loads a decoder into memory from an artifact on disk, packing each weight at once."""
 
-from pathlib import Path
-
 import torch
 
 from baton.engine.cpu.decoder import Decoder
@@ -24,8 +22,7 @@ def load_model(
     numerics: Numerics,
     *,
     quantisation: str = "none",
-    progress: Progress | None = None,
-    cache_dir: Path | None = None,
+    progress: Progress = silent,
     shard: Shard | None = None,
 ) -> Decoder:
     """Load, convert and pack a model.
@@ -36,13 +33,11 @@ def load_model(
         numerics: ``exact`` probes the permitted row counts of each weight shape first.
         quantisation: Format of the layers' weights: ``none``, ``int8`` or ``int4``.
         progress: Called as weights are loaded.
-        cache_dir: Folder of converted weights, instead of ``$BATON_CACHE``.
         shard: Load this rank's part only; the leader's starts loading on the other ranks.
 
     Raises:
         ModelError: Something is missing or not supported; then nothing was loaded.
     """
-    report = progress or silent
     quantised = packer(quantisation, dtype)
     probed: dict[tuple[int, int], RowCounts] = {}
 
@@ -51,7 +46,7 @@ def load_model(
             return ANY_ROWS
         shape = (outputs, inputs)
         if shape not in probed:
-            report("probe", len(probed), 5)
+            progress("probe", len(probed), 5)
             probed[shape] = probe_row_counts(outputs, inputs, DTYPES[dtype])
         return probed[shape]
 
@@ -72,7 +67,7 @@ def load_model(
             row_counts(*shape)
     rows = all_rows if shard is None else shard.rows
     label = "" if quantisation == "none" else quantisation
-    with open_weights(artifact, dtype, report, cache_dir, rows) as weights:
+    with open_weights(artifact, dtype, progress, rows) as weights:
         if shard is not None:
             shard.load()  # converted weights are in the cache now
         model = Decoder(artifact.config, weights, DTYPES[dtype], pack, label, shard)

@@ -19,7 +19,7 @@ from baton.engine.cuda.selftest import (
     verify_exact,
     verify_steps,
 )
-from baton.engine.loading.memory import footprint, pool_geometry
+from baton.engine.loading.memory import EngineShape, footprint, pool_geometry
 from baton.engine.loading.open import load_weights
 from baton.engine.models.families import FAMILIES
 from baton.engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
@@ -133,7 +133,7 @@ def build_cuda_runner(
     c = artifact.config
     geometry = pool_geometry(settings, c)
     if device.type == "cuda":
-        need = footprint(c, dtype=settings.dtype, quantisation=settings.weight_quantisation)
+        need = footprint(EngineShape(c, settings.dtype, settings.weight_quantisation))
         free = torch.cuda.mem_get_info(device)[0]
         chosen = bool(settings.kv_blocks)
         if not chosen:  # all workers of a host start together, on the first GPU that they see

@@ -44,16 +44,11 @@ Reader = Callable[[slice], torch.Tensor]
 
 
 def open_gguf_weights(
-    artifact: ModelArtifact,
-    dtype: str,
-    progress: Progress,
-    cache_dir: Path | None,
-    rows: Rows,
-    files: ExitStack,
+    artifact: ModelArtifact, dtype: str, progress: Progress, rows: Rows, files: ExitStack
 ) -> Weights:
     """Open the weights of a GGUF file; ``open_weights`` describes the arguments."""
     table = weight_table(artifact.config, "gguf")
-    path = _cache_path(artifact, dtype, cache_dir)
+    path = _cache_path(artifact, dtype)
     readers = _open_cache(path, _layout(table, dtype), files)
     if readers is None:
         # Other workers start at the same moment, and hosts may share the folder.
@@ -141,9 +136,9 @@ def _values(file: BinaryIO, tensor: GgufTensor, begin: int, size: int) -> npt.ND
     return values.astype(np.float32, copy=False)
 
 
-def _cache_path(artifact: ModelArtifact, dtype: str, cache_dir: Path | None) -> Path:
+def _cache_path(artifact: ModelArtifact, dtype: str) -> Path:
     name = f"{artifact.weights_digest.hex()}-{dtype}-v{_CACHE_FORMAT}.safetensors"
-    return (cache_dir or cache_root()) / "weights" / name
+    return cache_root() / "weights" / name
 
 
 def _layout(table: Iterable[WeightName], dtype: str) -> Layout:

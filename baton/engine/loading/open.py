@@ -6,7 +6,6 @@ Unsupported weights are reported before the first one is read. Nothing is unpick
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -33,7 +32,6 @@ def open_weights(
     artifact: ModelArtifact,
     dtype: str,
     progress: Progress = silent,
-    cache_dir: Path | None = None,
     rows: Rows = all_rows,
 ) -> Iterator[Weights]:
     """Open weights by canonical name (``families.weight_table``), in ``dtype``, read on access.
@@ -42,7 +40,6 @@ def open_weights(
         artifact: Result of ``resolve_model``.
         dtype: ``bf16`` or ``fp32``.
         progress: Receives the progress of conversion and reading.
-        cache_dir: Folder of converted weights, instead of ``$BATON_CACHE``.
         rows: Returns the rows to read of each weight.
 
     Raises:
@@ -52,7 +49,7 @@ def open_weights(
         raise ModelError(f"dtype {dtype!r} is not supported (supported: {', '.join(DTYPES)})")
     with ExitStack() as files:
         if artifact.format == "gguf":
-            yield open_gguf_weights(artifact, dtype, progress, cache_dir, rows, files)
+            yield open_gguf_weights(artifact, dtype, progress, rows, files)
         else:
             yield _open_safetensors(artifact, DTYPES[dtype], progress, rows, files)
 
@@ -62,10 +59,9 @@ def load_weights(
     dtype: str,
     *,
     progress: Progress = silent,
-    cache_dir: Path | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read all weights at once; see ``open_weights``."""
-    with open_weights(artifact, dtype, progress, cache_dir) as weights:
+    with open_weights(artifact, dtype, progress) as weights:
         return {name: weights.pop(name) for name in list(weights)}
 
 

@@ -1,1 +1,1 @@
-"""Measurements of this host's engine that production runs: `baton doctor` and `roles: auto`."""
+"""Measurement of this host's engine for `baton doctor`."""

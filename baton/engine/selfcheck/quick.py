@@ -1,22 +1,12 @@
-"""Speed of the engine in a few seconds: against ``dense.py``, and prefill beside decoding.
+"""Speed of the engine against ``dense.py``, in a few seconds."""
 
-For `baton doctor` and for `roles: auto`, which runs it in a separate process:
-
-    python -m baton.engine.selfcheck.quick MODEL [--threads N] [--dtype bf16] ...
-"""
-
-import json
 import statistics
 import time
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
-import typer
 
-from baton.engine.cpu.native.library import choose_native
-from baton.engine.llm import DEFAULT_MODEL
 from baton.engine.loading.open import load_weights
-from baton.engine.numerics import Numerics, numerics_of
 from baton.engine.selfcheck.dense import DenseLlama
 from baton.engine.selfcheck.engine_under_test import WARM_TOKENS, EngineUnderTest
 from baton.model.artifact import resolve_model
@@ -26,10 +16,6 @@ PROMPT_TOKENS = 128
 BATCH = 4
 _ROUNDS = 2
 _STEPS = 4
-_MIXED_BATCH = 8
-_MIXED_PROMPTS = 4
-_MIXED_CONTEXT = 64
-_MIXED_PROMPT_TOKENS = 512
 
 
 class Speed(NamedTuple):
@@ -88,70 +74,6 @@ def _measure(model: str, dtype: str) -> Speed:
     return Speed(_ratio(prefills[1:]), _ratio(steps[_STEPS:]))  # the first ones warm the caches
 
 
-class Beside(NamedTuple):
-    """Effect of a prompt on running responses of the same worker; medians.
-
-    Attributes:
-        decode_s: Step of 8 responses alone.
-        mixed_s: Step with a part of a prompt beside them.
-        prompt_tokens_per_s: Prefill rate of these prompts.
-    """
-
-    decode_s: float
-    mixed_s: float
-    prompt_tokens_per_s: float
-
-
-def measure_beside(
-    model: str, dtype: str, threads: int, *, numerics: Numerics, weights: str, kv: str
-) -> Beside:
-    """Measure prefill beside decoding; the first prompts calibrate the scheduler."""
-    torch.set_num_threads(threads)
-    tokens = _MIXED_PROMPT_TOKENS + _MIXED_BATCH * (_MIXED_CONTEXT + WARM_TOKENS)
-    engine = EngineUnderTest(
-        resolve_model(model), dtype, numerics, 2 * -(-tokens // BLOCK_TOKENS), weights, kv
-    )
-    engine.warm(_MIXED_BATCH, _MIXED_CONTEXT)
-    decode_s = statistics.median(_step_s(engine) for _ in range(_STEPS))
-    prompts: list[list[float]] = []
-    for _ in range(_MIXED_PROMPTS):
-        engine.submit(_MIXED_PROMPT_TOKENS, max_tokens=1)
-        steps: list[float] = []
-        while len(engine.core.batch.running) > _MIXED_BATCH or engine.core.batch.queue:
-            steps.append(_step_s(engine))
-        prompts.append(steps)
-    calibrated = prompts[_MIXED_PROMPTS // 2 :]
-    mixed_s = statistics.median(step_s for steps in calibrated for step_s in steps)
-    prompt_s = statistics.median(sum(steps) for steps in calibrated)
-    return Beside(decode_s, mixed_s, _MIXED_PROMPT_TOKENS / prompt_s)
-
-
-def _step_s(engine: EngineUnderTest) -> float:
-    began = time.perf_counter()
-    engine.step()
-    return time.perf_counter() - began
-
-
 def _ratio(times: list[tuple[float, float]]) -> float:
     dense = statistics.median(dense for dense, _ in times)
     return dense / statistics.median(engine for _, engine in times)
-
-
-def main(
-    model: Annotated[str, typer.Argument()] = DEFAULT_MODEL,
-    threads: Annotated[int, typer.Option(min=1)] = 1,
-    dtype: Annotated[str, typer.Option()] = "bf16",
-    numerics: Annotated[str, typer.Option()] = "exact",
-    native: Annotated[str, typer.Option()] = "auto",
-    weights: Annotated[str, typer.Option()] = "none",
-    kv: Annotated[str, typer.Option()] = "",
-) -> None:
-    """Print the effect of prefill on decoding as JSON."""
-    choose_native(native)
-    how = numerics_of(numerics)
-    beside = measure_beside(model, dtype, threads, numerics=how, weights=weights, kv=kv)
-    typer.echo(json.dumps(beside._asdict()))
-
-
-if __name__ == "__main__":
-    typer.run(main)

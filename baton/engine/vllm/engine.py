@@ -1,24 +1,24 @@
 """Translator between the commands of a worker's shell and one running vLLM."""
 
 import asyncio
-import contextlib
-import sys
 import time
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 
 from baton.engine.core.sequence import Kind
 from baton.engine.process import messages
-from baton.engine.vllm import http, protocol, transfer
+from baton.engine.vllm import http, protocol
 from baton.engine.vllm.adapters import VllmAdapters
+from baton.engine.vllm.control import VllmControl, log
 from baton.engine.vllm.events_client import KvEventsClient
-from baton.engine.vllm.live_request import LiveRequest, Saved
+from baton.engine.vllm.hand_off import HandOff
+from baton.engine.vllm.hand_off_baton import BatonHandOff
+from baton.engine.vllm.hand_off_nixl import NixlHandOff
+from baton.engine.vllm.live_request import LiveRequest
 from baton.engine.vllm.load import LoadMeter, Row
-from baton.engine.vllm.protocol import ChoiceStream
-from baton.engine.vllm.server import GENERATIONS, SAVES, VllmFacts
-from baton.engine.vllm.staging import SaveReports, Staging
+from baton.engine.vllm.protocol import ChoiceStream, Parameters
+from baton.engine.vllm.server import VllmFacts
 from baton.model.model_config import ModelConfig
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types import events as ev
@@ -30,12 +30,8 @@ from baton.types.errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from baton.types.geometry import BLOCK_TOKENS
 
-_ALIVE_S = 0.5
-_HEALTH_S = 8.0  # for vLLM's API server to respond, which is slow on busy cores
 _SETTLE_S = 0.02
-_DEATH_CHECKS = 3  # of vLLM's health after an internal error
 _LOAD_S = 60.0  # for vLLM to load KV from another vLLM, its queue included
 
 
@@ -45,11 +41,8 @@ class VllmEngine:
     Args:
         send: Sends reports to the shell.
         folder: Folder with vLLM's sockets.
-        eos: End tokens of the model.
-        vocab_size: Number of the model's tokens.
-        total_blocks: Baton's blocks in vLLM's pool.
-        adapters_of: Configuration of the model if it serves LoRA adapters; None: it does not.
-        max_adapters: Number of adapters that are loaded at most.
+        config: Configuration of the model.
+        max_adapters: Number of LoRA adapters that are loaded at most; 0: none are served.
 
     Attributes:
         broken: Set to the reason if vLLM can serve no more requests.
@@ -61,41 +54,33 @@ class VllmEngine:
         vllm: asyncio.subprocess.Process,
         folder: str,
         facts: VllmFacts,
-        eos: tuple[int, ...],
-        vocab_size: int,
-        total_blocks: int,
-        adapters_of: ModelConfig | None = None,
+        config: ModelConfig,
         max_adapters: int = 0,
     ) -> None:
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._send = send
-        self._vllm = vllm
-        self._folder = folder
+        self._socket = f"{folder}/http"
         self._block_tokens = facts.block_tokens
         self._hands_over = bool(facts.hand_off)
-        self._staging: Staging | None = None  # of Baton's own transports
-        self._saves: SaveReports | None = None
+        self._hand_off: HandOff = NixlHandOff(facts.block_tokens)
         if facts.hand_off.startswith("baton/"):
-            file = f"{folder}/{GENERATIONS}"
-            generations = np.memmap(file, np.int64, "r+", shape=(total_blocks,))
-            self._staging = Staging(generations, facts.block_tokens, facts.width)
-            self._saves = SaveReports(f"{folder}/{SAVES}", self._saved, self._staging.ended)
+            self._hand_off = BatonHandOff(folder, facts, send)
         self._generation = 0  # of the latest hand-off at this worker
-        self._eos = eos
-        self._vocab_size = vocab_size
+        self._eos = config.eos_token_ids
+        self._vocab_size = config.vocab_size
         self._requests: dict[str, LiveRequest] = {}
-        self._meter = LoadMeter(total_blocks)
-        self._events = KvEventsClient(folder, self._send, _log)
+        self._meter = LoadMeter(facts.pool_blocks)
+        self._events = KvEventsClient(folder, send, log)
+        self._control = VllmControl(vllm, self._socket)
         self._tasks = BackgroundTasks("vllm engine")
-        self._adapters: VllmAdapters | None = None
-        if adapters_of is not None and max_adapters:
-            self._adapters = VllmAdapters(
-                max_adapters, self._socket, adapters_of, send, self._start, self._tasks
-            )
+        self._serves_adapters = max_adapters > 0
+        self._adapters = VllmAdapters(
+            max_adapters, self._socket, config, send, self._start, self._tasks
+        )
         for work, name in (
             (self._events.run(), "kv events"),
             (self._events.fill_gaps(), "kv event gaps"),
-            (self._watch_health(), "health"),
+            (self._control.watch(lambda: send(messages.Alive()), self._break), "health"),
             (self._settle(), "steps"),
         ):
             self._tasks.vital(work, name, lambda error: self._break(f"{error}"))
@@ -103,7 +88,7 @@ class VllmEngine:
     # ---------------------------------------------------------------- commands
 
     def handle(self, command: messages.Command) -> None:
-        """Execute a command of the shell."""
+        """Execute a command of the shell, unless it is about Baton's own pool."""
         error = messages.malformed(command, self._vocab_size)
         match command:
             case messages.Submit():
@@ -111,8 +96,7 @@ class VllmEngine:
             case messages.Cancel():
                 self._cancel(command)
             case messages.Commit() | messages.ComputeLocally() if error is not None:
-                if (request := self._requests.get(command.request_id)) is not None:
-                    self._end(request, error)
+                self._end_live(command.request_id, error)
             case messages.Bind():
                 self._bind(command)
             case messages.Commit():
@@ -120,25 +104,23 @@ class VllmEngine:
             case messages.ComputeLocally():
                 self._compute(command)
             case messages.Release():
-                self._release(command)
+                # vLLM frees its KV when the other worker has read it
+                self._end_live(command.request_id, None)
             case messages.Forget():
                 self._tasks.spawn(self._forget(), "forget")
-            case _:
-                pass  # about Baton's own pool
 
     async def close(self) -> None:
         """Close all connections to vLLM."""
-        if self._saves is not None:
-            self._saves.close()
+        self._hand_off.close()
         await self._tasks.close()
+        self._events.close()
 
     def _submit(self, command: messages.Submit, error: BatonError | None) -> None:
         ref = command.spec.adapter
-        has_adapters = self._adapters is not None
-        error = error or protocol.refusal(command.spec, self._hands_over, has_adapters)
+        error = error or protocol.refusal(command.spec, self._hands_over, self._serves_adapters)
         if error is not None:
             self._send(ev.Ended(command.request_id, error.code, error.message))
-        elif ref is not None and self._adapters is not None:
+        elif ref is not None:
             self._adapters.add(command, ref)
         else:
             self._start(command)
@@ -149,57 +131,33 @@ class VllmEngine:
         hands_over = command.spec.kind is not Kind.FULL
         self._generation += hands_over
         request = LiveRequest(command, prompt, self._generation * hands_over)
-        if not self._can_hold(request):
+        for_other = command.spec.kind is Kind.PREFILL and command.spec.params.max_tokens > 1
+        if for_other and not self._hand_off.take(request):
             full = UnavailableError("this worker holds KV for other workers and has no more room")
             self._send(ev.Ended(command.request_id, full.code, full.message))
-            self._leave_adapter(command.request_id)
+            self._adapters.ended(command.request_id)
             return
         self._requests[command.request_id] = request
         if remote:
             self._queue(request)
-            cached_blocks = request.cached_tokens // BLOCK_TOKENS
-            skip_blocks = cached_blocks if self._staging is None else 0  # vLLM may evict them
+            skip_blocks = self._hand_off.skipped_blocks(request)
             self._send(ev.Reserved(command.request_id, request.generation, skip_blocks))
         else:
             self._begin(request)
 
-    def _can_hold(self, request: LiveRequest) -> bool:
-        """Take the pages of a prompt for another worker; False if there are too few."""
-        spec = request.spec
-        if self._staging is None or spec.kind is not Kind.PREFILL or spec.params.max_tokens == 1:
-            return True
-        return self._staging.take(request, min(request.open_choices))
-
     def _bind(self, command: messages.Bind) -> None:
         request = self._requests.get(command.request_id)
-        if request is not None and request.generation == command.generation and self._staging:
-            self._send(*self._staging.bind(request))
-
-    def _saved(self, generation: int, saved: Saved, rank: int) -> None:
-        """Publish what vLLM has saved of a prompt, while it computes the rest."""
-        if self._staging is not None:
-            self._send(*self._staging.progressed(generation, saved, rank))
-
-    def _free_pages(self, request: LiveRequest) -> None:
-        if self._staging is not None:
-            self._send(*self._staging.release(request))
-
-    def _leave_adapter(self, request_id: str) -> None:
-        if self._adapters is not None:
-            self._adapters.ended(request_id)
+        if request is not None and request.generation == command.generation:
+            self._hand_off.bind(request)
 
     def _queue(self, request: LiveRequest) -> None:
         """Count the choices of a request as waiting."""
         hashes = block_hashes(request.spec.hash_seed, request.prompt[:-1])  # the last is computed
         request.cached_tokens = self._events.mirror.cached_tokens(hashes, self._block_tokens)
-        emitted = request.spec.emitted
         for choice in request.open_choices:
-            row = Row(
-                len(request.prompt) + len((emitted[choice] if emitted else None) or ()),
-                request.cached_tokens,
-                request.submitted_ns,
-                comes=not request.computes,
-            )
+            context = len(request.prompt) + len(request.emitted(choice))
+            comes = not request.computes
+            row = Row(context, request.cached_tokens, request.submitted_ns, comes)
             self._meter.submitted(request.submit.request_id, choice, row)
         self._send(self._meter.status(self._cached_blocks))
 
@@ -222,7 +180,7 @@ class VllmEngine:
         request.begin_run(command.first, Kind.REMOTE)
         self._queue(request)
         try:
-            choices = self._to_load(request, command.engine_transfer)
+            choices = self._hand_off.to_load(request, command.engine_transfer)
         except InternalError as error:
             self._load_failed(request, error.message)
             return
@@ -233,35 +191,22 @@ class VllmEngine:
         for choice in request.open_choices:
             self._tasks.spawn(self._stream(request, choice, choices[choice]), "exchange")
 
-    def _to_load(self, request: LiveRequest, data: bytes) -> list[transfer.Parameters]:
-        """Return the parameters with which vLLM loads the KV, by choice."""
-        wanted = request.spec.params.n
-        if self._staging is not None:
-            return [self._staging.to_load(request)] * wanted
-        tokens = len(request.prompt)
-        found = transfer.decode(data, wanted)
-        return [transfer.to_load(one, tokens, self._block_tokens) for one in found]
-
     def _loaded(self, request: LiveRequest) -> None:
         """Report that vLLM has the KV of all choices, and what they have brought so far."""
         if request.late is not None:
             request.late.cancel()
         self._send(ev.Loaded(request.submit.request_id, request.generation), *request.withheld)
         request.withheld.clear()
-        self._free_pages(request)
+        self._hand_off.release(request)
 
     def _load_failed(self, request: LiveRequest, reason: str) -> None:
-        """Report a failed load, and wait for another one or to compute the prompt here.
-
-        The KV of Baton's own transports is complete by now, so that nothing can be sent again: the
-        prompt is computed here.
-        """
-        _log(f"cannot load KV: request={request.submit.request_id}: {reason}")
+        """Wait for another load or an order to compute the prompt, or compute it at once."""
+        log(f"cannot load KV: request={request.submit.request_id}: {reason}")
         for choice in request.open_choices:
             self._meter.ended(request.submit.request_id, choice)
-        if self._staging is not None:
-            self._free_pages(request)
-            first = [None if one is None else one[0] for one in request.spec.emitted]
+        if not self._hand_off.repeats:
+            self._hand_off.release(request)
+            first = [None if tokens is None else tokens[0] for tokens in request.spec.emitted]
             request.begin_run(first, Kind.FULL)
             self._begin(request)
             return
@@ -274,21 +219,14 @@ class VllmEngine:
         request = self._requests.get(command.request_id)
         if request is None or not request.generation:
             return
-        self._free_pages(request)
+        self._hand_off.release(request)
         request.begin_run(command.first, Kind.FULL)
         self._begin(request)
-
-    def _release(self, command: messages.Release) -> None:
-        """End a prompt for another worker. vLLM frees its KV when that worker has read it."""
-        request = self._requests.get(command.request_id)
-        if request is not None:
-            self._end(request, None)
 
     def _cancel(self, command: messages.Cancel) -> None:
         request = self._requests.get(command.request_id)
         if request is None:
-            if self._adapters is not None:
-                self._adapters.cancel(command)
+            self._adapters.cancel(command)
             return
         for choice in command.choices or tuple(request.open_choices):
             exchange = request.exchanges.get(choice)
@@ -297,7 +235,8 @@ class VllmEngine:
             self._end_choice(request, choice)
         if not command.choices:
             if request.saving is not None:
-                self._tasks.spawn(self._abort(request, request.saving), "abort")
+                abort = self._control.abort(command.request_id, request.saving)
+                self._tasks.spawn(abort, "abort")
             self._end(request, CancelledError_(command.reason or "cancelled"))
             return
         if request.loading:
@@ -307,23 +246,12 @@ class VllmEngine:
         if not request.open_choices:
             self._end(request, None)
 
-    async def _abort(self, request: LiveRequest, choice: int) -> None:
-        """Abort the vLLM request that fills pages, but wait for its response."""
-        body = protocol.abort_body(request.submit.request_id, choice)
-        with contextlib.suppress(UnavailableError):  # vLLM computes the prompt to its end
-            await http.fetch(self._socket, "POST", protocol.ABORT, _HEALTH_S, body)
-
     async def _forget(self) -> None:
         """Erase the whole cache: vLLM cannot erase the blocks of one tenant."""
-        erased = self._cached_blocks
-        try:
-            target = "/reset_prefix_cache?reset_running_requests=true"
-            raw = await http.fetch(self._socket, "POST", target, 30.0)
-            success = bool(msgspec.json.decode(raw)["success"])
-        except UnavailableError as error:
-            _log(error.message)
-            success = False
-        self._send(messages.Forgotten({"pool": erased if success else -1}))
+        erased_blocks = self._cached_blocks
+        if not await self._control.erase_cache():
+            erased_blocks = -1
+        self._send(messages.Forgotten({"pool": erased_blocks}))
 
     # ---------------------------------------------------------------- exchanges
 
@@ -348,7 +276,7 @@ class VllmEngine:
             if request.run == run and choice in request.open_choices:
                 request.exchanges[choice] = exchange
             elif choice == request.saving:  # cancelled meanwhile
-                await self._abort(request, choice)
+                await self._control.abort(request.submit.request_id, choice)
             else:
                 exchange.close()
             complete = await exchange.done
@@ -366,7 +294,7 @@ class VllmEngine:
         return complete
 
     async def _stream(
-        self, request: LiveRequest, choice: int, parameters: transfer.Parameters | None = None
+        self, request: LiveRequest, choice: int, parameters: Parameters | None = None
     ) -> None:
         """Request one choice and report its tokens."""
         request_id = request.submit.request_id
@@ -425,37 +353,27 @@ class VllmEngine:
     async def _prefill(self, request: LiveRequest, choice: int) -> None:
         """Request the first token of one choice for another worker.
 
-        The pages of a prompt stay until vLLM writes no more into them, which its response proves,
-        and the reports of its ranks if the response was aborted.
+        The room of a prompt stays until vLLM writes no more into it.
         """
         request_id = request.submit.request_id
         spec = request.spec
-        saves = self._staging is not None and choice == request.saving
-        body = protocol.prefill_body(
-            request_id, request.prompt, spec, choice, self._eos, self._to_hold(request, choice)
-        )
+        wanted = self._hand_off.to_save(request, choice) if spec.params.max_tokens > 1 else None
+        body = protocol.prefill_body(request_id, request.prompt, spec, choice, self._eos, wanted)
         parts: list[bytes] = []
         complete = await self._exchange(request, choice, body, parts.append)
-        if saves and self._staging is not None:
-            response = b"".join(parts)
-            if protocol.is_aborted(response):
-                await request.until_ended()
-            else:
-                await request.until_saved(protocol.saving_pages(response))
-            self._staging.saved(request)
+        response = b"".join(parts)
+        if wanted is not None:
+            await self._hand_off.until_written(request, response)
             if request_id not in self._requests:
-                self._free_pages(request)
+                self._hand_off.release(request)
         if not complete or choice not in request.open_choices:
             return
-        params = spec.params
         try:
-            answer = protocol.read_chunk(b"".join(parts))
-            token = protocol.first_token(answer, params.logprobs)
-            held: transfer.Parameters = {}
-            if self._staging is not None and saves:
-                self._staging.check_saved(request, answer.kv_transfer_params)
-            elif self._staging is None and params.max_tokens > 1:
-                held = transfer.held(answer.kv_transfer_params, len(request.prompt))
+            answer = protocol.read_chunk(response)
+            token = protocol.first_token(answer, spec.params.logprobs)
+            held: Parameters = {}
+            if wanted is not None:
+                held = self._hand_off.held(request, answer.kv_transfer_params)
         except InternalError as error:
             await self._fail(request, error)
             return
@@ -467,40 +385,19 @@ class VllmEngine:
         request.first[choice] = (token, held)
         if answer.cached_tokens is not None:
             request.cached_tokens = answer.cached_tokens
-        if len(request.first) == params.n:
+        if len(request.first) == spec.params.n:
             self._prompt_done(request)
-
-    def _to_hold(self, request: LiveRequest, choice: int) -> transfer.Parameters | None:
-        """Return the parameters with which vLLM keeps the KV of a prompt; None if it need not."""
-        if request.spec.params.max_tokens == 1:
-            return None
-        if self._staging is None:
-            return {"do_remote_decode": True}
-        return self._staging.to_save(request) if choice == request.saving else None
 
     def _prompt_done(self, request: LiveRequest) -> None:
         """Report the first tokens and the parameters with which another vLLM reads the KV."""
         request_id = request.submit.request_id
-        by_choice = [request.first[choice] for choice in range(request.spec.params.n)]
-        parameters = [held for _, held in by_choice]
-        if self._staging is not None and request.pages:
-            self._send(*self._staging.published(request))
-        self._send(
-            ev.PromptDone(
-                request_id=request_id,
-                first=tuple(token for token, _ in by_choice),
-                cached_tokens=min(request.cached_tokens, len(request.prompt)),
-                queue_ns=0,
-                prefill_ns=request.first_ns - request.submitted_ns,
-                computed_ns=sum(self._meter.input_ns(request_id, n) for n in request.first),
-                engine_transfer=transfer.encode(parameters) if all(parameters) else b"",
-            ),
-            self._meter.status(self._cached_blocks),
-        )
+        computed_ns = sum(self._meter.input_ns(request_id, choice) for choice in request.first)
+        done = request.prompt_done(computed_ns, self._hand_off.publish(request))
+        self._send(done, self._meter.status(self._cached_blocks))
 
     async def _fail(self, request: LiveRequest, error: BatonError) -> None:
         """End a request with vLLM's error, unless vLLM itself is dying."""
-        if isinstance(error, InternalError) and await self._is_dying():
+        if isinstance(error, InternalError) and await self._control.is_dying():
             self._break(error.message)
             return
         if request.submit.request_id not in self._requests:
@@ -511,24 +408,17 @@ class VllmEngine:
         request.end_run()
         self._end(request, error)
 
-    async def _is_dying(self) -> bool:
-        """Return whether vLLM exits, or reports a dead engine, soon after an internal error."""
-        for _ in range(_DEATH_CHECKS):
-            if self._vllm.returncode is not None:
-                return True
-            try:
-                await http.fetch(self._socket, "GET", "/health", _HEALTH_S)
-            except UnavailableError:
-                return True
-            await asyncio.sleep(_ALIVE_S)
-        return False
-
     def _end_choice(self, request: LiveRequest, choice: int) -> None:
         request.open_choices.discard(choice)
         row = self._meter.ended(request.submit.request_id, choice)
         if row is not None:
             request.input_ns += row.input_ns
             request.output_ns += row.output_ns
+
+    def _end_live(self, request_id: str, error: BatonError | None) -> None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, error)
 
     def _end(self, request: LiveRequest, error: BatonError | None) -> None:
         request_id = request.submit.request_id
@@ -537,41 +427,11 @@ class VllmEngine:
         for choice in tuple(request.open_choices):
             self._end_choice(request, choice)
         del self._requests[request_id]
-        self._free_pages(request)
-        self._leave_adapter(request_id)
-        prompt_tokens = len(request.prompt)
-        cached = min(request.cached_tokens, prompt_tokens)
-        computed_tokens = prompt_tokens - cached if request.admitted and request.computes else 0
+        self._hand_off.release(request)
+        self._adapters.ended(request_id)
         if request.computes:
             self._send(request.admission())
-        self._send(
-            ev.Ended(
-                request_id,
-                error.code if error is not None else "",
-                error.message if error is not None else "",
-                prefill_ns=max(request.first_ns - request.submitted_ns, 0),
-                cached_tokens=cached,
-                computed_tokens=computed_tokens,
-                input_ns=request.input_ns,
-                output_ns=request.output_ns,
-            ),
-            self._meter.status(self._cached_blocks),
-        )
-
-    # ---------------------------------------------------------------- watching
-
-    async def _watch_health(self) -> None:
-        """Send ``Alive`` as long as vLLM's API server responds."""
-        while True:
-            await asyncio.sleep(_ALIVE_S)
-            try:
-                await http.fetch(self._socket, "GET", "/health", _HEALTH_S)
-            except http.StatusError as error:  # 503: its engine core is dead
-                self._break(error.message)
-            except UnavailableError as error:
-                _log(error.message)
-            else:
-                self._send(messages.Alive())
+        self._send(request.end(error), self._meter.status(self._cached_blocks))
 
     async def _settle(self) -> None:
         while True:
@@ -585,14 +445,5 @@ class VllmEngine:
             self.broken.set_result(why)
 
     @property
-    def _socket(self) -> str:
-        return f"{self._folder}/http"
-
-    @property
     def _cached_blocks(self) -> int:
         return self._events.mirror.held_blocks
-
-
-def _log(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()

@@ -6,11 +6,15 @@ from collections.abc import Callable
 import msgspec
 
 from baton.engine.vllm.kv_events import REPLAY_END, CacheMirror, EventOrder
-from baton.engine.vllm.zmtp import SUBSCRIBE_ALL, ZmtpPeer, message
 from baton.types.errors import InternalError
 from baton.types.events import CacheChanged
 
-_CHUNK_BYTES = 1 << 16
+try:
+    import zmq.asyncio
+except ImportError:
+    raise ImportError("vLLM workers need pyzmq: pip install 'baton-serve[vllm]'") from None
+
+_REPLAY_S = 30.0  # between two messages of a replay
 _RETRY_S = 1.0
 
 
@@ -32,23 +36,20 @@ class KvEventsClient:
         self._log = log
         self._order = EventOrder()
         self._gap = asyncio.Event()
+        self._context = zmq.asyncio.Context()
+
+    def close(self) -> None:
+        """Free the sockets; the tasks of ``run`` and ``fill_gaps`` have ended."""
+        self._context.destroy(linger=0)
 
     async def run(self) -> None:
-        """Read events until vLLM closes the stream, or this is cancelled."""
-        reader, writer = await asyncio.open_unix_connection(f"{self._folder}/events")
-        try:
-            peer = ZmtpPeer("SUB")
-            writer.write(peer.hello)
-            subscribed = False
-            while data := await reader.read(_CHUNK_BYTES):
-                for parts in peer.feed(data):
-                    self._live(parts)
-                if peer.ready and not subscribed:
-                    subscribed = True
-                    writer.write(SUBSCRIBE_ALL)
-                    self._gap.set()  # requests what was published before
-        finally:
-            writer.close()
+        """Read events until this is cancelled."""
+        with self._context.socket(zmq.SUB) as events:
+            events.subscribe(b"")
+            events.connect(f"ipc://{self._folder}/events")
+            self._gap.set()  # requests what was published before
+            while True:
+                self._live(await events.recv_multipart())
 
     async def fill_gaps(self) -> None:
         """Request missing batches whenever there is a gap, until this is cancelled."""
@@ -58,8 +59,8 @@ class KvEventsClient:
             while (number := self._order.missing_from) is not None:
                 try:
                     await self._replay(number)
-                except OSError as error:
-                    self._log(f"cannot request missing KV events: {error}")
+                except TimeoutError:
+                    self._log(f"vLLM does not repeat its KV events from number {number} on")
                     await asyncio.sleep(_RETRY_S)
 
     def _live(self, parts: list[bytes]) -> None:
@@ -69,21 +70,16 @@ class KvEventsClient:
             self._gap.set()
 
     async def _replay(self, number: int) -> None:
-        reader, writer = await asyncio.open_unix_connection(f"{self._folder}/replay")
-        try:
-            peer = ZmtpPeer("DEALER")
-            writer.write(peer.hello)
-            requested = False
-            while data := await reader.read(_CHUNK_BYTES):
-                for parts in peer.feed(data):
-                    if not self._replayed(parts):
-                        return
-                if peer.ready and not requested:  # libzmq refuses messages before the handshake
-                    requested = True
-                    writer.write(message(b"", number.to_bytes(8, "big")))
-            raise ConnectionResetError("vLLM closed the replay of KV events")
-        finally:
-            writer.close()
+        with self._context.socket(zmq.DEALER) as replay:
+            replay.linger = 0
+            replay.rcvhwm = 0  # vLLM discards what its peer does not take at once
+            replay.connect(f"ipc://{self._folder}/replay")
+            await replay.send_multipart([b"", number.to_bytes(8, "big")])
+            has_more = True
+            while has_more:
+                async with asyncio.timeout(_REPLAY_S):
+                    parts = await replay.recv_multipart()
+                has_more = self._replayed(parts)
 
     def _replayed(self, parts: list[bytes]) -> bool:
         """Take one message of a replay; return whether more follow."""

@@ -1,5 +1,6 @@
-"""Check of an interpreter's vLLM, without importing it."""
+"""Check of an interpreter's vLLM, without importing it, and of what its workers need."""
 
+import importlib.util
 import subprocess
 
 _TIMEOUT_S = 30.0
@@ -24,8 +25,10 @@ def vllm_version(python: str, hand_off: str | None = None) -> str:
 
     Raises:
         RuntimeError: The interpreter cannot run, has no vLLM with the endpoints that are used, or
-            lacks the package of the ``hand_off``.
+            lacks the package of the ``hand_off``; or Baton's own environment lacks pyzmq.
     """
+    if importlib.util.find_spec("zmq") is None:
+        raise RuntimeError("vLLM workers need pyzmq: pip install 'baton-serve[vllm]'")
     packages = ["nixl"] if hand_off == "nixl" else []
     try:
         done = subprocess.run(

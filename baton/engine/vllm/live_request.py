@@ -9,8 +9,10 @@ import msgspec
 
 from baton.engine.core.sequence import Kind
 from baton.engine.process import messages
-from baton.engine.vllm import http, transfer
+from baton.engine.vllm import http
+from baton.engine.vllm.protocol import Parameters
 from baton.types import events as ev
+from baton.types.errors import BatonError
 from baton.types.params import SampledToken
 
 
@@ -63,7 +65,7 @@ class LiveRequest:
         self.loading: set[int] = set()
         self.withheld: list[messages.Report] = []
         self.late: asyncio.TimerHandle | None = None
-        self.first: dict[int, tuple[SampledToken, transfer.Parameters]] = {}
+        self.first: dict[int, tuple[SampledToken, Parameters]] = {}
         self.pages: tuple[int, ...] = ()
         self.saving: int | None = None
         self.saved_by_rank: list[Saved] = []
@@ -133,6 +135,38 @@ class LiveRequest:
             cached_tokens=min(self.cached_tokens, len(self.prompt)),
             queue_ns=0,
             blocks=self.pages if self.spec.kind is Kind.PREFILL else (),
+        )
+
+    def emitted(self, choice: int) -> tuple[int, ...]:
+        """Return the tokens of a choice that came before the current run."""
+        return (self.spec.emitted[choice] if self.spec.emitted else None) or ()
+
+    def prompt_done(self, computed_ns: int, engine_transfer: bytes) -> ev.PromptDone:
+        """Return the report on a prompt for another worker."""
+        return ev.PromptDone(
+            request_id=self.submit.request_id,
+            first=tuple(self.first[choice][0] for choice in range(self.spec.params.n)),
+            cached_tokens=min(self.cached_tokens, len(self.prompt)),
+            queue_ns=0,
+            prefill_ns=self.first_ns - self.submitted_ns,
+            computed_ns=computed_ns,
+            engine_transfer=engine_transfer,
+        )
+
+    def end(self, error: BatonError | None) -> ev.Ended:
+        """Return the report on the end, by an ``error`` or without one."""
+        prompt_tokens = len(self.prompt)
+        cached_tokens = min(self.cached_tokens, prompt_tokens)
+        has_computed = self.admitted and self.computes
+        return ev.Ended(
+            self.submit.request_id,
+            error.code if error is not None else "",
+            error.message if error is not None else "",
+            prefill_ns=max(self.first_ns - self.submitted_ns, 0),
+            cached_tokens=cached_tokens,
+            computed_tokens=prompt_tokens - cached_tokens if has_computed else 0,
+            input_ns=self.input_ns,
+            output_ns=self.output_ns,
         )
 
     def end_run(self) -> None:

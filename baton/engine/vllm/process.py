@@ -103,33 +103,22 @@ class VllmProcess:
             facts = await server.read_facts(self._folder, self._external.hand_off)
             artifact = await describing
             geometry = facts.geometry(artifact)
-            vocabulary = artifact.config.vocab_size
+            config = artifact.config
             if settings.numerics == "exact":
                 self._progress("checking that vLLM's numerics are exact")
-                proof = await prove_exact(f"{self._folder}/http", facts, vocabulary)
+                proof = await prove_exact(f"{self._folder}/http", facts, config.vocab_size)
                 facts = msgspec.structs.replace(facts, exact=proof)
             if self._external.hand_off == "baton":
                 self._check_pool(geometry.pool_bytes)
-            eos = artifact.config.eos_token_ids
-            blocks = geometry.num_blocks
-            self._engine = VllmEngine(
-                self._send,
-                vllm,
-                self._folder,
-                facts,
-                eos,
-                vocabulary,
-                blocks,
-                adapters_of=artifact.config if self._external.adapters else None,
-                max_adapters=settings.max_adapters,
-            )
+            max_adapters = settings.max_adapters if self._external.adapters else 0
+            self._engine = VllmEngine(self._send, vllm, self._folder, facts, config, max_adapters)
             self._send(
                 messages.Ready(
                     pid=vllm.pid,
                     geometry=geometry,
                     numerics_id=facts.numerics_id,
                     weights_digest=artifact.weights_digest,
-                    eos_token_ids=eos,
+                    eos_token_ids=config.eos_token_ids,
                     max_context_tokens=facts.max_context_tokens,
                     threads=settings.threads,
                     load_s=time.monotonic() - began_s,

@@ -5,7 +5,7 @@ resumed by itself. The cache salt is the seed of the request's block hashes: two
 a block, and vLLM's KV events name the seed (``kv_events.py``).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,12 +18,13 @@ from baton.types.params import AdapterRef, SampledToken, SamplingParams
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
-NO_LOGPROB = -9999.0
-"""Log-probability that vLLM sends for minus infinity and NaN."""
 
 CAPABILITIES = RunnerCapabilities(
     engine="vLLM workers", grammars=True, bad_words=False, adapters=True
 )
+
+Parameters = dict[str, Any]
+"""``kv_transfer_params`` of one choice, as vLLM returns and takes them."""
 
 _SEED_MASK = (1 << 63) - 1  # vLLM takes signed 64-bit seeds
 
@@ -84,7 +85,7 @@ class Chunk(msgspec.Struct, frozen=True):
     choices: tuple[ChunkChoice, ...] = ()
     usage: Usage | None = None
     error: ErrorBody | None = None
-    kv_transfer_params: dict[str, Any] | None = None  # only of responses that are not streamed
+    kv_transfer_params: Parameters | None = None  # only of responses that are not streamed
 
     @property
     def cached_tokens(self) -> int | None:
@@ -137,7 +138,7 @@ def generate_body(
     spec: RequestSpec,
     choice: int,
     eos: Sequence[int],
-    transfer: Mapping[str, Any] | None = None,
+    transfer: Parameters | None = None,
 ) -> bytes:
     """Return the JSON body that requests one choice.
 
@@ -145,19 +146,14 @@ def generate_body(
     and frequency penalties. With ``transfer`` vLLM loads the KV from another vLLM.
     """
     emitted = (spec.emitted[choice] if spec.emitted else None) or ()
-    body: dict[str, Any] = {
+    body = {
         "request_id": f"{request_id}/{choice}",
         "token_ids": [*prompt, *emitted],
         "sampling_params": sampling_params(spec.params, choice, len(emitted), eos),
         "stream": True,
         "stream_options": {"include_usage": True},
-        "cache_salt": spec.hash_seed.hex(),
-        "priority": spec.priority,
+        **_shared_fields(spec, transfer),
     }
-    if spec.adapter is not None:
-        body["model"] = adapter_model(spec.adapter)
-    if transfer is not None:
-        body["kv_transfer_params"] = transfer
     return msgspec.json.encode(body)
 
 
@@ -167,7 +163,7 @@ def prefill_body(
     spec: RequestSpec,
     choice: int,
     eos: Sequence[int],
-    transfer: Mapping[str, Any] | None,
+    transfer: Parameters | None,
 ) -> bytes:
     """Return the JSON body that requests the first token of one choice.
 
@@ -176,18 +172,22 @@ def prefill_body(
     """
     params = spec.params
     one = msgspec.structs.replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1))
-    body: dict[str, Any] = {
+    body = {
         "request_id": f"{request_id}/{choice}",
         "token_ids": prompt,
         "sampling_params": sampling_params(one, choice, 0, eos),
-        "cache_salt": spec.hash_seed.hex(),
-        "priority": spec.priority,
+        **_shared_fields(spec, transfer),
     }
-    if spec.adapter is not None:
-        body["model"] = adapter_model(spec.adapter)
-    if transfer is not None:
-        body["kv_transfer_params"] = transfer
     return msgspec.json.encode(body)
+
+
+def _shared_fields(spec: RequestSpec, transfer: Parameters | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {"cache_salt": spec.hash_seed.hex(), "priority": spec.priority}
+    if spec.adapter is not None:
+        fields["model"] = adapter_model(spec.adapter)
+    if transfer is not None:
+        fields["kv_transfer_params"] = transfer
+    return fields
 
 
 def sampling_params(

@@ -12,7 +12,6 @@ from baton.config.network import is_loopback
 from baton.engine.parent import die_with_parent
 from baton.engine.settings import EngineSettings, ExternalEngine
 from baton.engine.vllm.http import fetch
-from baton.engine.vllm.transfer import hand_off_id
 from baton.model.artifact import ModelArtifact
 from baton.types.errors import InternalError, UnavailableError
 from baton.types.geometry import BLOCK_TOKENS, KvGeometry
@@ -39,7 +38,7 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
         width: Ranks of its tensor parallelism times those of its pipeline.
         step_tokens: Largest number of tokens of an engine step.
         batch_invariant: Whether its batch-invariant mode is on.
-        hand_off: Way of its KV to other vLLMs, see ``transfer.hand_off_id``; empty: there is none.
+        hand_off: Way of its KV to other vLLMs, see ``hand_off_id``; empty: there is none.
         exact: Digest of bits that it computes on every path; empty: ``exact`` was not proven.
     """
 
@@ -63,6 +62,11 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
         kinds = f"{self.dtype}/{self.kv_dtype}/{self.attention}/tp{self.width}"
         return f"vllm/{self.version}/{kinds}{proven}"
 
+    @property
+    def pool_blocks(self) -> int:
+        """Number of Baton's blocks in the KV pool."""
+        return self.blocks * self.block_tokens // BLOCK_TOKENS
+
     def geometry(self, artifact: ModelArtifact) -> KvGeometry:
         """Return the shape of the KV pool in Baton's blocks.
 
@@ -78,9 +82,17 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
             num_layers=artifact.config.num_layers,
             num_kv_heads=artifact.config.num_kv_heads,
             head_dim=artifact.config.head_dim,
-            num_blocks=self.blocks * self.block_tokens // BLOCK_TOKENS,
+            num_blocks=self.pool_blocks,
             dtype=self.kv_dtype,
         )
+
+
+def hand_off_id(kind: str, block_tokens: int) -> str:
+    """Return what two workers must share to hand over, beside their numerics; "" for no hand-off.
+
+    The numerics id has vLLM's version, which determines the version of the connector.
+    """
+    return f"{kind}/block{block_tokens}" if kind else ""
 
 
 def command(

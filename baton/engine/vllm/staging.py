@@ -17,23 +17,18 @@ An engine step saves its pages in groups of layers. What all ranks have saved is
 all layers, and those of the current step in the first layers.
 """
 
-import asyncio
 import heapq
-import socket
-import struct
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baton.engine.vllm.live_request import LiveRequest, Saved, saved_by_all
-from baton.engine.vllm.transfer import Parameters
+from baton.engine.vllm.protocol import Parameters
 from baton.types import events as ev
 from baton.types.errors import InternalError
 from baton.types.geometry import BLOCK_TOKENS
-
-_SAVED = struct.Struct("<qqqqq")  # generation of a hand-off, saved pages, layers of all, rank
 
 
 class Staging:
@@ -47,20 +42,13 @@ class Staging:
     """
 
     def __init__(self, generations: NDArray[np.int64], block_tokens: int, ranks: int = 1) -> None:
-        total = len(generations)
         self._generations = generations
-        self._total = total
         self._block_tokens = block_tokens
         self._ranks = ranks
-        self._free = list(range(total))
+        self._free = list(range(len(generations)))
         self._waiting: deque[LiveRequest] = deque()
         self._filling: dict[int, LiveRequest] = {}  # by generation
         self._saving: dict[int, LiveRequest] = {}  # into whose pages vLLM may write
-
-    @property
-    def used(self) -> int:
-        """Number of pages in use."""
-        return self._total - len(self._free)
 
     def take(self, request: LiveRequest, choice: int) -> bool:
         """Give a prompt its pages, which vLLM fills with the request of ``choice``."""
@@ -235,41 +223,3 @@ def _rectangle(
         block_count=end - begin,
         valid_tokens=min(end * BLOCK_TOKENS, len(request.prompt)) - begin * BLOCK_TOKENS,
     )
-
-
-class SaveReports:
-    """Socket that vLLM's connector sends to.
-
-    Args:
-        path: Path of the socket, which must not exist.
-        on_saved: Called with the generation of a hand-off, what a rank has saved, and the rank.
-        on_ended: Called with generation and rank when the rank writes no more.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        on_saved: Callable[[int, Saved, int], None],
-        on_ended: Callable[[int, int], None],
-    ) -> None:
-        self._on_saved = on_saved
-        self._on_ended = on_ended
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
-        self._socket.bind(path)
-        asyncio.get_running_loop().add_reader(self._socket, self._receive)
-
-    def close(self) -> None:
-        """Close the socket, so that vLLM's reports are lost."""
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()
-
-    def _receive(self) -> None:
-        received = self._socket.recv(_SAVED.size)
-        generation, pages, layers, all_layers, rank = _SAVED.unpack(received)
-        if layers < 0:
-            self._on_ended(generation, rank)
-            return
-        complete = pages < 0 or layers == all_layers
-        saved = Saved(pages=pages) if complete else Saved(0, pages, layers, all_layers)
-        self._on_saved(generation, saved, rank)

@@ -134,7 +134,7 @@ class Engine:
     def baseline(self) -> None:
         counts = self.core.pool.counts()
         assert counts.in_use == counts.quarantined == 0, counts
-        assert not self.core.pool.guarded and self.core.tiers.idle
+        assert not self.core.pool.guarded and not self.core.tiers._running
 
 
 def golden(prompt) -> list[int]:

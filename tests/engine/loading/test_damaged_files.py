@@ -20,6 +20,12 @@ from baton.model.artifact import ModelError, resolve_model
 from tests.engine.loading.test_loading import DIM, write_directory, write_gguf
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep converted weights in the test's folder."""
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+
+
 def header_of(file: Path) -> tuple[dict[str, Any], bytes]:
     raw = file.read_bytes()
     length = int.from_bytes(raw[:8], "little")
@@ -98,7 +104,9 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, value: float) -> N
         load_model(resolve_model(str(tmp_path)), "fp32", "fast")
 
 
-def test_a_file_cut_short_while_it_is_read_is_an_error_and_no_crash(tmp_path: Path) -> None:
+def test_a_file_cut_short_while_it_is_read_is_an_error_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_directory(tmp_path / "model", shards=1)
     write_gguf(tmp_path / "tiny.gguf")
     cases = [
@@ -107,8 +115,9 @@ def test_a_file_cut_short_while_it_is_read_is_an_error_and_no_crash(tmp_path: Pa
     ]
     blocked = tmp_path / "file"
     blocked.write_text("no folder for a cache")
+    monkeypatch.setenv("BATON_CACHE", str(blocked))
     for artifact, file in cases:
-        with open_weights(artifact, "bf16", cache_dir=blocked) as weights:
+        with open_weights(artifact, "bf16") as weights:
             os.truncate(file, file.stat().st_size // 2)
             with pytest.raises(ModelError, match="cannot be read"):
                 for name in list(weights):
@@ -121,7 +130,7 @@ def test_rope_factors_of_another_width_are_refused(tmp_path: Path) -> None:
 
     write_gguf(tmp_path / "tiny.gguf", change=factors)
     with pytest.raises(ModelError, match=rf"rope_freqs\.weight is \[{DIM}\], not \[{DIM // 2}\]"):
-        load_weights(resolve_model(str(tmp_path / "tiny.gguf")), "bf16", cache_dir=tmp_path)
+        load_weights(resolve_model(str(tmp_path / "tiny.gguf")), "bf16")
 
 
 def test_gguf_tensors_that_overlap_or_share_a_name_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Weights are converted once, by whoever comes first, also when that one is killed over it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ from tests.engine.loading.test_loading import write_gguf
 
 LOAD = """
 import sys
-from pathlib import Path
 from baton.model.artifact import resolve_model
 from baton.engine.loading.open import load_weights
 stages = set()
@@ -22,14 +22,15 @@ def note(stage, done, total):
         if "stop" in sys.argv and stage == "convert":
             sys.stdin.read()
 artifact = resolve_model(sys.argv[1])
-weights = load_weights(artifact, "bf16", progress=note, cache_dir=Path(sys.argv[2]))
+weights = load_weights(artifact, "bf16", progress=note)
 print("sum", sum(float(w.float().sum()) for w in weights.values()))
 """
 
 
 def loader(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", LOAD, str(folder / "tiny.gguf"), str(folder), *arguments],
+        [sys.executable, "-c", LOAD, str(folder / "tiny.gguf"), *arguments],
+        env={**os.environ, "BATON_CACHE": str(folder)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -33,6 +33,12 @@ SHAPES = {
 QUANTISED = sorted(_type_traits, key=lambda kind: kind.name)
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep converted weights in the test's folder."""
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+
+
 def write_gguf(
     path: Path,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
@@ -92,7 +98,7 @@ def test_every_type_that_gguf_dequantises_is_loaded(
     raw = write_gguf(tmp_path / "tiny.gguf", kind)
     artifact = resolve_model(str(tmp_path / "tiny.gguf"))
     assert artifact.quantisation in {kind.name, "F32"}
-    weights = load_weights(artifact, "fp32", cache_dir=tmp_path / "cache")
+    weights = load_weights(artifact, "fp32")
     for name, ours in (("attn_q", "q"), ("ffn_down", "down")):
         data = raw[f"blk.1.{name}.weight"]
         expected = torch.from_numpy(np.asarray(dequantize(data, kind), dtype=np.float32))
@@ -112,7 +118,6 @@ def test_the_cache_is_used_and_a_damaged_file_is_made_again(tmp_path: Path) -> N
             artifact,
             "bf16",
             progress=lambda stage, done, total: stages.append(stage),
-            cache_dir=tmp_path,
         )
 
     first = load()
@@ -133,18 +138,23 @@ def test_the_cache_is_used_and_a_damaged_file_is_made_again(tmp_path: Path) -> N
     assert len(list((tmp_path / "weights").iterdir())) == 1  # nothing half-written stays
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     artifact = resolve_model(str(tmp_path / "tiny.gguf"))
-    assert "embed" in load_weights(artifact, "bf16", cache_dir=blocked)
+    monkeypatch.setenv("BATON_CACHE", str(blocked))
+    assert "embed" in load_weights(artifact, "bf16")
 
 
-def test_rows_are_the_same_with_a_cache_and_without(tmp_path: Path) -> None:
+def test_rows_are_the_same_with_a_cache_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_gguf(tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0)
     artifact = resolve_model(str(tmp_path / "tiny.gguf"))
-    whole = load_weights(artifact, "bf16", cache_dir=tmp_path)
+    whole = load_weights(artifact, "bf16")
     wanted = {"layers.1.q": slice(64, 192), "layers.0.down": slice(250, 256), "embed": slice(0, 0)}
 
     def rows(name: str) -> slice:
@@ -153,7 +163,8 @@ def test_rows_are_the_same_with_a_cache_and_without(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     for cache in (tmp_path, blocked):
-        with open_weights(artifact, "bf16", cache_dir=cache, rows=rows) as weights:
+        monkeypatch.setenv("BATON_CACHE", str(cache))
+        with open_weights(artifact, "bf16", rows=rows) as weights:
             for name in whole:
                 assert same_bits(weights.pop(name), whole[name][rows(name)])
             assert not weights
@@ -163,7 +174,7 @@ def test_a_missing_weight_is_named_before_anything_is_loaded(tmp_path: Path) -> 
     write_gguf(tmp_path / "tiny.gguf", leave_out=("blk.1.ffn_up.weight",))
     artifact = resolve_model(str(tmp_path / "tiny.gguf"))
     with pytest.raises(ModelError, match=r"llama.*blk\.1\.ffn_up\.weight is missing"):
-        load_weights(artifact, "bf16", cache_dir=tmp_path)
+        load_weights(artifact, "bf16")
 
 
 def test_a_weight_that_the_family_does_not_know_is_named(tmp_path: Path) -> None:
@@ -172,13 +183,13 @@ def test_a_weight_that_the_family_does_not_know_is_named(tmp_path: Path) -> None
 
     write_gguf(tmp_path / "tiny.gguf", change=bias)
     with pytest.raises(ModelError, match=r"not part of the family \(blk\.0\.attn_q\.bias\)"):
-        load_weights(resolve_model(str(tmp_path / "tiny.gguf")), "bf16", cache_dir=tmp_path)
+        load_weights(resolve_model(str(tmp_path / "tiny.gguf")), "bf16")
 
 
 def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     with pytest.raises(ModelError, match="'fp8' is not supported"):
-        load_weights(resolve_model(str(tmp_path / "tiny.gguf")), "fp8", cache_dir=tmp_path)
+        load_weights(resolve_model(str(tmp_path / "tiny.gguf")), "fp8")
 
 
 # --- safetensors -------------------------------------------------------------------------------

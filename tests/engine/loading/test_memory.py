@@ -1,6 +1,7 @@
 """Loading needs little more memory than the model: at most 1.3 times its final size."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
 stages = []
 with torch.inference_mode():
     model = load_model(
-        artifact, sys.argv[2], "fast", quantisation=sys.argv[3], cache_dir=Path(sys.argv[4]),
+        artifact, sys.argv[2], "fast", quantisation=sys.argv[3],
         progress=lambda stage, done, total: stages.append(stage),
     )
 gc.collect()
@@ -63,7 +64,8 @@ CASES = [
 
 def check(artifact: ModelArtifact, kind: tuple[str, str], cache: Path, stages: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, artifact.source, *kind, str(cache)],
+        [sys.executable, "-c", PROGRAM, artifact.source, *kind],
+        env={**os.environ, "BATON_CACHE": str(cache)},
         check=True,
         capture_output=True,
         text=True,

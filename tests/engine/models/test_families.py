@@ -30,13 +30,17 @@ MAX_LOGIT_ERROR = 1e-4
 CUTS = {"whole": (), "chunks": (37, 101, 102), "decode": range(100, LENGTH)}
 
 
-def logits_of(
-    path: Path, tokens: list[int], cuts: Sequence[int] = (), cache: Path | None = None
-) -> torch.Tensor:
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep converted weights in the test's folder."""
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+
+
+def logits_of(path: Path, tokens: list[int], cuts: Sequence[int] = ()) -> torch.Tensor:
     """``[T, V]`` logits of one sequence, computed in pieces."""
     with torch.inference_mode():
         artifact = resolve_model(str(path))
-        model = load_model(artifact, "fp32", "fast", cache_dir=cache)
+        model = load_model(artifact, "fp32", "fast")
         geometry = kv_geometry(artifact.config, "fp32", 32)
         tiling = attention_tiling(artifact.config, "fp32", "fast")
         runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
@@ -78,7 +82,7 @@ def test_a_gguf_file_gives_the_logits_of_its_safetensors_twin(tmp_path: Path, na
     model = tiny.build(name, **changes)
     path = tiny.save_gguf(model, tmp_path / "tiny.gguf")
     tokens = tiny.tokens(LENGTH)
-    assert error(logits_of(path, tokens, (70,), tmp_path), model, tokens) < MAX_LOGIT_ERROR
+    assert error(logits_of(path, tokens, (70,)), model, tokens) < MAX_LOGIT_ERROR
 
 
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -129,7 +133,7 @@ def test_gemma_scales_only_the_layers_that_see_everything(tmp_path: Path) -> Non
         tiny.save(model, tmp_path / "model"),
         tiny.save_gguf(model, tmp_path / "tiny.gguf"),
     ):
-        assert error(logits_of(path, tokens, (), tmp_path), model, tokens) < MAX_LOGIT_ERROR
+        assert error(logits_of(path, tokens), model, tokens) < MAX_LOGIT_ERROR
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
@@ -137,7 +141,7 @@ def test_gguf_metadata_scales_rope_alike(tmp_path: Path, kind: str) -> None:
     model = tiny.build("qwen2", rope_parameters={"rope_theta": 50_000.0, **SCALINGS[kind]})
     path = tiny.save_gguf(model, tmp_path / "tiny.gguf")
     tokens = tiny.tokens(LENGTH)
-    assert error(logits_of(path, tokens, (), tmp_path), model, tokens) < MAX_LOGIT_ERROR
+    assert error(logits_of(path, tokens), model, tokens) < MAX_LOGIT_ERROR
 
 
 def test_gguf_carries_llama3_scaling_as_divisors(tmp_path: Path) -> None:
@@ -149,7 +153,7 @@ def test_gguf_carries_llama3_scaling_as_divisors(tmp_path: Path) -> None:
     divisors = 1.0 / ((1 - smooth) / 8.0 + smooth)
     path = tiny.save_gguf(model, tmp_path / "tiny.gguf", divisors=divisors)
     tokens = tiny.tokens(LENGTH)
-    assert error(logits_of(path, tokens, (), tmp_path), model, tokens) < MAX_LOGIT_ERROR
+    assert error(logits_of(path, tokens), model, tokens) < MAX_LOGIT_ERROR
 
 
 # --- exact -------------------------------------------------------------------------------------

@@ -7,18 +7,20 @@ whole requests, about hand-offs, or of the self-test for `exact`.
 """
 
 import asyncio
+import contextlib
 import json
 import sys
 import tempfile
 from pathlib import Path
 
 import msgspec
+import zmq
+import zmq.asyncio
 
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.settings import EngineSettings, ExternalEngine
 from baton.engine.vllm import http, protocol, selftest, server
-from baton.engine.vllm.transfer import Parameters
-from baton.engine.vllm.zmtp import SUBSCRIBE_ALL, ZmtpPeer, message
+from baton.engine.vllm.protocol import Parameters
 from baton.types.params import SamplingParams
 from fleet.ports import chosen_port
 from tests.vllm.places import ARGS, MODEL, PYTHON
@@ -61,24 +63,31 @@ async def generate(
     return b"".join(parts)
 
 
-async def listen(path: str, kind: str, first: bytes, seconds: float) -> bytes:
-    """Return all bytes that a ZeroMQ socket of vLLM sends after ``first``."""
-    reader, writer = await asyncio.open_unix_connection(path)
-    peer = ZmtpPeer(kind)
-    writer.write(peer.hello)
-    received = bytearray()
-    try:
-        async with asyncio.timeout(seconds):
-            while data := await reader.read(1 << 16):
-                received += data
-                was_ready = peer.ready
-                peer.feed(data)
-                if peer.ready and not was_ready:
-                    writer.write(first)
-    except TimeoutError:
-        pass
-    writer.close()
-    return bytes(received)
+def recorded_messages(name: str) -> list[list[bytes]]:
+    """Return the messages of a ZeroMQ socket, each as its parts."""
+    data = (RECORDED / f"{name}.msgpack").read_bytes()
+    return msgspec.msgpack.decode(data, type=list[list[bytes]])
+
+
+def write_messages(name: str, received: list[list[bytes]]) -> None:
+    (RECORDED / f"{name}.msgpack").write_bytes(msgspec.msgpack.encode(received))
+
+
+async def listen(path: str, kind: int, seconds: float) -> list[list[bytes]]:
+    """Return what a ZeroMQ socket of vLLM sends, from the first batch on."""
+    received: list[list[bytes]] = []
+    with zmq.asyncio.Context() as context, context.socket(kind) as socket:
+        socket.linger = 0
+        socket.connect(f"ipc://{path}")
+        if kind == zmq.SUB:
+            socket.subscribe(b"")
+        else:
+            await socket.send_multipart([b"", bytes(8)])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while True:
+                    received.append(await socket.recv_multipart())
+    return received
 
 
 async def record_info(socket: str) -> None:
@@ -118,7 +127,7 @@ async def record(folder: str) -> None:
         (RECORDED / f"{name}.sse").write_bytes(await generate(folder, FRANCE, spec(params)))
     too_long = await generate(folder, [504] * 5000, spec(PARAMS["length"]))
     (RECORDED / "too_long.json").write_bytes(too_long)
-    reading = asyncio.ensure_future(listen(f"{folder}/events", "SUB", SUBSCRIBE_ALL, 12.0))
+    reading = asyncio.ensure_future(listen(f"{folder}/events", zmq.SUB, 12.0))
     await asyncio.sleep(2.0)
     for seed in SEEDS:  # two tenants, the same prompt
         cached = await generate(folder, LONG, spec(PARAMS["length"], seed))
@@ -126,9 +135,8 @@ async def record(folder: str) -> None:
     (RECORDED / "cached.sse").write_bytes(cached)
     await http.fetch(socket, "POST", "/reset_prefix_cache?reset_running_requests=true", 30.0)
     await generate(folder, LONG, spec(PARAMS["length"]))
-    (RECORDED / "events.zmtp").write_bytes(await reading)
-    first = message(b"", (0).to_bytes(8, "big"))
-    (RECORDED / "replay.zmtp").write_bytes(await listen(f"{folder}/replay", "DEALER", first, 3.0))
+    write_messages("events", await reading)
+    write_messages("replay", await listen(f"{folder}/replay", zmq.DEALER, 3.0))
 
 
 async def record_hand_off(folder: str) -> None:

@@ -1,5 +1,6 @@
 """LoRA adapters of a vLLM worker, beside sockets that repeat what a real vLLM sent."""
 
+import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,15 @@ from baton.types.params import AdapterRef, SamplingParams
 from baton.wire.tokens import pack_tokens
 from tests.engine.lora_files import write_adapter
 from tests.engine.vllm.record import FRANCE, SEEDS
-from tests.engine.vllm.test_engine import RECORDED, Replay, Running, sending, translating
+from tests.engine.vllm.test_engine import (
+    EOS,
+    RECORDED,
+    VOCABULARY,
+    Replay,
+    Running,
+    sending,
+    translating,
+)
 
 LOAD = "/v1/load_lora_adapter"
 UNLOAD = "/v1/unload_lora_adapter"
@@ -23,8 +32,8 @@ UNLOAD = "/v1/unload_lora_adapter"
 
 @pytest.fixture
 async def running(tmp_path: Path, artifact: ModelArtifact) -> AsyncIterator[Running]:
-    options = {"adapters_of": artifact.config, "max_adapters": 1}
-    async with translating(Replay(tmp_path), **options) as running:
+    config = dataclasses.replace(artifact.config, eos_token_ids=EOS, vocab_size=VOCABULARY)
+    async with translating(Replay(tmp_path), config=config, max_adapters=1) as running:
         running.replay.reply = sending((RECORDED / "length.sse").read_bytes())
         yield running
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.vllm.staging import SaveReports
+from baton.engine.vllm.hand_off_baton import SaveReports
 from tests.engine.vllm.test_inside import connectors, copies, engine_step, vllm_config
 
 LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 3, 8, 2, 32, 16

@@ -4,27 +4,30 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
-from baton.engine.vllm import engine, protocol, transfer
+from baton.engine.vllm import engine, protocol
 from baton.engine.vllm.engine import VllmEngine
 from baton.engine.vllm.server import VllmFacts, facts_of
-from baton.engine.vllm.zmtp import ZmtpPeer
 from baton.types import events as ev
 from baton.types.block_hashes import block_hashes
 from baton.types.params import SamplingParams
 from baton.wire.tokens import pack_tokens
-from tests.engine.vllm.record import FRANCE, LONG, SEEDS
+from tests.engine.vllm.record import FRANCE, LONG, SEEDS, recorded_messages
 
 RECORDED = Path(__file__).parent / "recorded"
 EOS = (2,)
 BLOCKS = 1456
 VOCABULARY = 49152
+CONFIG = SimpleNamespace(eos_token_ids=EOS, vocab_size=VOCABULARY)
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
 END = b"0\r\n\r\n"
 Reply = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -44,7 +47,7 @@ class Replay:
         self.bodies: list[dict[str, Any]] = []
         self.aborted: list[str] = []
         self.hung_up = asyncio.Event()
-        self.live = (RECORDED / "events.zmtp").read_bytes()
+        self.live = recorded_messages("events")
         self.reset = b'{"success":true}'
         self.health = b"200 OK"
         self.adapter_status = b"200 OK"
@@ -71,31 +74,21 @@ class Replay:
             await reader.read(1)
             self.hung_up.set()
 
-    async def events(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer):
-            writer.write(self.live)
-            while await reader.read(1 << 16):
-                pass
+    async def events(self, publisher: zmq.asyncio.Socket) -> None:
+        """Publish after each subscription."""
+        publisher.bind(f"ipc://{self.folder}/events")
+        while True:
+            await publisher.recv_multipart()
+            for parts in self.live:
+                await publisher.send_multipart(parts)
 
-    async def replay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer):
-            peer = ZmtpPeer("ROUTER")
-            recorded = (RECORDED / "replay.zmtp").read_bytes()
-            writer.write(recorded[: handshake_bytes(recorded)])
-            while not peer.feed(data := await reader.read(1 << 16)):
-                if not data:  # the translator was closed before it had asked
-                    return
-            writer.write(recorded[handshake_bytes(recorded) :])
-            await reader.read()
-
-
-def handshake_bytes(data: bytes) -> int:
-    peer = ZmtpPeer("DEALER")
-    for at in range(len(data)):
-        peer.feed(data[at : at + 1])
-        if peer.ready:
-            return at + 1
-    raise AssertionError("no handshake was recorded")
+    async def replay(self, router: zmq.asyncio.Socket) -> None:
+        router.bind(f"ipc://{self.folder}/replay")
+        while True:
+            client, _, number = await router.recv_multipart()
+            assert number == bytes(8)
+            for parts in recorded_messages("replay"):
+                await router.send_multipart([client, *parts])
 
 
 def chunk(data: bytes) -> bytes:
@@ -122,10 +115,7 @@ class Running:
             self,  # type: ignore[arg-type] - only ``returncode`` is read
             str(replay.folder),
             facts(hand_off),
-            EOS,
-            VOCABULARY,
-            BLOCKS,
-            **options,
+            **{"config": CONFIG, **options},
         )
 
     def submit(self, prompt: list[int], kind: Kind = Kind.FULL, **params: Any) -> None:
@@ -153,7 +143,7 @@ class Running:
 async def running(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Running]:
     replay = Replay(tmp_path)
     if "late_subscription" in request.node.name:
-        replay.live = replay.live[: handshake_bytes(replay.live)]
+        replay.live = []
     async with translating(replay) as running:
         yield running
 
@@ -162,19 +152,20 @@ async def running(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
 async def translating(
     replay: Replay, hand_off: str = "nixl/block32", **options: Any
 ) -> AsyncIterator[Running]:
-    servers = [
-        await asyncio.start_unix_server(handler, replay.folder / name)
-        for name, handler in (
-            ("http", replay.http),
-            ("events", replay.events),
-            ("replay", replay.replay),
-        )
-    ]
+    server = await asyncio.start_unix_server(replay.http, replay.folder / "http")
     running = Running(replay, hand_off, **options)
-    yield running
-    await running.engine.close()
-    for server in servers:
-        server.close()
+    with zmq.asyncio.Context() as context:
+        async with asyncio.TaskGroup() as tasks:
+            with context.socket(zmq.XPUB) as publisher, context.socket(zmq.ROUTER) as router:
+                served = [
+                    tasks.create_task(replay.events(publisher)),
+                    tasks.create_task(replay.replay(router)),
+                ]
+                yield running
+                await running.engine.close()
+                for task in served:
+                    task.cancel()
+    server.close()
 
 
 def test_the_numerics_id_names_what_makes_tokens_differ() -> None:
@@ -320,7 +311,7 @@ async def test_a_late_subscription_requests_what_it_missed(running: Running) -> 
 
 @pytest.mark.parametrize(("answer", "blocks"), [(True, 0), (False, -1)])
 async def test_a_deletion_that_fails_says_so(running: Running, answer: bool, blocks: int) -> None:
-    running.replay.live = b""
+    running.replay.live = []
     running.replay.reset = msgspec.json.encode({"success": answer})
     running.engine.handle(messages.Forget(frozenset({b"abcd"})))
     async with asyncio.timeout(10):
@@ -339,7 +330,7 @@ PARAMETERS = [protocol.read_chunk(PREFILL).kv_transfer_params]
 def commit(running: Running, first: tuple[int | None, ...] = (7,)) -> None:
     """Let the translator load the KV of its only request."""
     (reserved,) = running.of(ev.Reserved)
-    data = transfer.encode([*PARAMETERS * len(first)])
+    data = msgspec.json.encode([*PARAMETERS * len(first)])
     running.engine.handle(messages.Commit("r", reserved.generation, first, data))
 
 
@@ -349,7 +340,7 @@ async def test_a_prompt_for_another_worker_is_held_until_its_release(running: Ru
     done = await running.first(ev.PromptDone)
     (token,) = done.first
     assert len(token.top) == 2
-    assert transfer.decode(done.engine_transfer, 1) == PARAMETERS
+    assert msgspec.json.decode(done.engine_transfer) == PARAMETERS
     assert done.prefill_ns > 0
     assert done.computed_ns > 0
     held = running.of(ev.StepDone)[-1]
@@ -366,7 +357,7 @@ async def test_each_choice_has_its_own_parameters(running: Running) -> None:
     running.submit(LONG, Kind.PREFILL, n=2, temperature=1.0)
     done = await running.first(ev.PromptDone)
     assert len(done.first) == 2
-    assert transfer.decode(done.engine_transfer, 2) == PARAMETERS * 2
+    assert msgspec.json.decode(done.engine_transfer) == PARAMETERS * 2
     assert len(running.of(ev.PromptDone)) == 1
 
 

@@ -1,56 +1,28 @@
 """KV events of vLLM become changes of Baton's index, by events that were recorded."""
 
-from pathlib import Path
-
 import msgspec
-import pytest
 
 from baton.engine.vllm.kv_events import REPLAY_END, CacheMirror, EventOrder
-from baton.engine.vllm.zmtp import SUBSCRIBE_ALL, ZmtpPeer, message
 from baton.types.block_hashes import block_hashes
-from baton.types.errors import InternalError
-from tests.engine.vllm.record import LONG, SEEDS
+from tests.engine.vllm.record import LONG, SEEDS, recorded_messages
 
-RECORDED = Path(__file__).parent / "recorded"
 WHOLE = 192  # tokens of the recorded prompt in whole blocks of 32
 
 
-def messages_in(name: str, kind: str, pieces: int = 1) -> list[list[bytes]]:
-    peer = ZmtpPeer(kind)
-    data = (RECORDED / name).read_bytes()
-    size = -(-len(data) // pieces)
-    return [m for at in range(0, len(data), size) for m in peer.feed(data[at : at + size])]
-
-
 def replayed() -> list[tuple[int, bytes]]:
-    parts = [found[-2:] for found in messages_in("replay.zmtp", "DEALER")]
-    return [(int.from_bytes(number, "big", signed=True), payload) for number, payload in parts]
+    return [
+        (int.from_bytes(number, "big", signed=True), payload)
+        for *_, number, payload in recorded_messages("replay")
+    ]
 
 
 def test_the_live_stream_and_the_replay_have_the_same_batches() -> None:
     live = [
         (int.from_bytes(number, "big"), payload)
-        for _, number, payload in messages_in("events.zmtp", "SUB")
+        for _, number, payload in recorded_messages("events")
     ]
     assert [*live, (REPLAY_END, b"")] == replayed()
     assert [number for number, _ in live] == list(range(len(live)))
-
-
-@pytest.mark.parametrize("pieces", [2, 50, 3000])
-def test_frames_may_arrive_in_any_pieces(pieces: int) -> None:
-    assert messages_in("events.zmtp", "SUB", pieces) == messages_in("events.zmtp", "SUB")
-
-
-def test_a_peer_without_zeromq_is_refused() -> None:
-    with pytest.raises(InternalError, match="does not speak ZMTP"):
-        ZmtpPeer("SUB").feed(b"HTTP/1.1 400 Bad Request\r\n".ljust(64))
-
-
-def test_long_messages_have_long_frames() -> None:
-    peer = ZmtpPeer("SUB")
-    peer.feed((RECORDED / "events.zmtp").read_bytes()[:64])  # the greeting
-    assert peer.feed(message(b"a", b"b" * 1000)) == [[b"a", b"b" * 1000]]
-    assert SUBSCRIBE_ALL == b"\x00\x01\x01"
 
 
 def test_blocks_of_two_tenants_have_the_hashes_of_their_seeds() -> None:

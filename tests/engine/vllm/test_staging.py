@@ -12,10 +12,10 @@ import pytest
 
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
+from baton.engine.vllm.hand_off_baton import BatonHandOff
 from baton.engine.vllm.live_request import LiveRequest, Saved
-from baton.engine.vllm.server import GENERATIONS, SAVES
+from baton.engine.vllm.server import GENERATIONS, SAVES, hand_off_id
 from baton.engine.vllm.staging import Staging
-from baton.engine.vllm.transfer import hand_off_id
 from baton.types import events as ev
 from baton.types.params import SamplingParams
 from tests.engine.vllm import test_engine
@@ -65,10 +65,14 @@ def commit(running: Running) -> None:
     running.engine.handle(messages.Commit("r", reserved.generation, (7,)))
 
 
+def used(staging: Staging) -> int:
+    return len(staging._generations) - len(staging._free)
+
+
 def used_pages(running: Running) -> int:
-    staging = running.engine._staging
-    assert staging is not None
-    return staging.used
+    hand_off = running.engine._hand_off
+    assert isinstance(hand_off, BatonHandOff)
+    return used(hand_off._staging)
 
 
 async def test_a_prompt_is_published_when_vllm_has_saved_it(running: Running) -> None:
@@ -351,7 +355,7 @@ async def test_the_pages_of_a_cancelled_prompt_stay_until_vllm_writes_no_more(
     running.engine.handle(messages.Cancel("r"))
     assert (await running.end()).error_code == "cancelled"
     assert used_pages(running) == PAGES
-    running.engine._saved(1, Saved(4), 0)
+    running.engine._hand_off._saved(1, Saved(4), 0)
     assert running.of(ev.Published) == []
     gate.set()
     async with asyncio.timeout(10):
@@ -447,8 +451,9 @@ async def test_a_prompt_whose_kv_did_not_come_gives_its_pages_back(running: Runn
 async def test_a_prompt_without_free_pages_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(test_engine, "BLOCKS", PAGES - 1)
     make_generations(tmp_path)
+    facts = msgspec.structs.replace(test_engine.facts(HAND_OFF), blocks=(PAGES - 1) // 2)
+    monkeypatch.setattr(test_engine, "facts", lambda hand_off: facts)
     async with translating(Replay(tmp_path), HAND_OFF) as running:
         running.submit(LONG, Kind.PREFILL)
         ended = await running.end()
@@ -478,5 +483,5 @@ async def test_a_reservation_waits_for_free_pages() -> None:
     assert [*generations] == [len("first")] * PAGES + [0]
     assert staging.release(second) == []  # does not wait any more
     assert staging.release(first) == []
-    assert staging.used == 0
+    assert used(staging) == 0
     assert not generations.any()

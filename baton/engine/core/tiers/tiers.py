@@ -296,11 +296,6 @@ class KvTiers:
             del self._brings[bring.key]
             self._pool.release(bring.blocks)
 
-    @property
-    def idle(self) -> bool:
-        """Return whether no copy is running."""
-        return not self._running
-
     def counts(self) -> tuple[TierCounts, ...]:
         """Return the counters of each tier."""
         lost_above = [self._pool.unsaved_evictions, *(tier.lost for tier in self._order)]

@@ -28,7 +28,7 @@ def prepare_ranks(
     tiling: AttentionTiling,
     dtype: str,
     numerics: Numerics,
-    quantisation: str = "none",
+    quantisation: str,
 ) -> None:
     """Choose the tiling of each rank, prove the split unless ``fast``, and wait for the ranks."""
     config = shard.config

@@ -1,0 +1,79 @@
+"""Calls of one vLLM beside its requests: its health, the end of a request, its cache."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from baton.engine.vllm import http, protocol
+from baton.types.errors import UnavailableError
+
+_ANSWER_S = 8.0  # for vLLM's API server to respond, which is slow on busy cores
+_ERASE_S = 30.0
+_POLL_S = 0.5
+_DEATH_CHECKS = 3  # after an internal error
+
+
+class VllmControl:
+    """Calls of one vLLM.
+
+    Args:
+        vllm: Process of its API server.
+        socket: Path of its socket.
+    """
+
+    def __init__(self, vllm: asyncio.subprocess.Process, socket: str) -> None:
+        self._vllm = vllm
+        self._socket = socket
+
+    async def watch(self, alive: Callable[[], None], dead: Callable[[str], None]) -> None:
+        """Call ``alive`` as long as the API server responds, ``dead`` if its engine core is."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            try:
+                await self._ask()
+            except http.StatusError as error:  # 503: its engine core is dead
+                dead(error.message)
+            except UnavailableError as error:
+                log(error.message)
+            else:
+                alive()
+
+    async def is_dying(self) -> bool:
+        """Return whether vLLM exits, or reports a dead engine, soon after an internal error."""
+        for _ in range(_DEATH_CHECKS):
+            if self._vllm.returncode is not None:
+                return True
+            try:
+                await self._ask()
+            except UnavailableError:
+                return True
+            await asyncio.sleep(_POLL_S)
+        return False
+
+    async def abort(self, request_id: str, choice: int) -> None:
+        """Abort the vLLM request of a choice; its response comes nevertheless."""
+        body = protocol.abort_body(request_id, choice)
+        with contextlib.suppress(UnavailableError):  # vLLM computes the prompt to its end
+            await http.fetch(self._socket, "POST", protocol.ABORT, _ANSWER_S, body)
+
+    async def erase_cache(self) -> bool:
+        """Erase the whole cache, also of running requests; return whether vLLM did."""
+        target = "/reset_prefix_cache?reset_running_requests=true"
+        try:
+            raw = await http.fetch(self._socket, "POST", target, _ERASE_S)
+        except UnavailableError as error:
+            log(error.message)
+            return False
+        return bool(msgspec.json.decode(raw)["success"])
+
+    async def _ask(self) -> None:
+        await http.fetch(self._socket, "GET", "/health", _ANSWER_S)
+
+
+def log(text: str) -> None:
+    """Write a line to the worker's engine log."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,104 @@
+"""Connections to vLLM's sockets with KV events, beside a publisher in this process."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from baton.engine.vllm import events_client
+from baton.engine.vllm.events_client import KvEventsClient
+from baton.types.errors import InternalError
+from baton.types.events import CacheChanged
+from tests.engine.vllm.record import recorded_messages
+
+
+class Publisher:
+    """Sockets of one vLLM, and a client of them."""
+
+    def __init__(self, folder: Path, context: zmq.asyncio.Context) -> None:
+        self.events = context.socket(zmq.XPUB)
+        self.events.bind(f"ipc://{folder}/events")
+        self.replay = context.socket(zmq.ROUTER)
+        self.replay.bind(f"ipc://{folder}/replay")
+        self.changes: list[CacheChanged] = []
+        self.logged: list[str] = []
+        self.client = KvEventsClient(str(folder), self.changes.append, self.logged.append)
+        self.reading = asyncio.create_task(self.client.run())
+        self.filling = asyncio.create_task(self.client.fill_gaps())
+
+    async def answer(self, parts: list[list[bytes]]) -> int:
+        """Answer a replay request; return the number from which it asks."""
+        client, _, number = await self.replay.recv_multipart()
+        for part in parts:
+            await self.replay.send_multipart([client, *part])
+        return int.from_bytes(number, "big")
+
+    async def close(self) -> None:
+        for task in (self.reading, self.filling):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, InternalError):
+                await task
+        self.client.close()
+
+
+@pytest.fixture
+async def publisher(tmp_path: Path) -> AsyncIterator[Publisher]:
+    context = zmq.asyncio.Context()
+    publisher = Publisher(tmp_path, context)
+    async with asyncio.timeout(20):
+        assert await publisher.events.recv() == b"\x01"  # the subscription
+        yield publisher
+    await publisher.close()
+    context.destroy(linger=0)
+
+
+async def test_a_gap_in_the_stream_is_filled_by_a_replay(publisher: Publisher) -> None:
+    first, _, third = recorded_messages("events")
+    replay = recorded_messages("replay")
+    assert await publisher.answer(replay[-1:]) == 0  # what came before the subscription
+    await publisher.events.send_multipart(first)
+    await publisher.events.send_multipart(third)
+    assert await publisher.answer(replay[1:]) == 1
+    while len(publisher.changes) < 3:
+        await asyncio.sleep(0.005)
+    assert publisher.logged == []
+
+
+async def test_a_replay_that_stops_is_requested_again(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events_client, "_REPLAY_S", 0.2)
+    monkeypatch.setattr(events_client, "_RETRY_S", 0.01)
+    replay = recorded_messages("replay")
+    await publisher.answer(replay[-1:])
+    _, second, third = recorded_messages("events")
+    await publisher.events.send_multipart(third)
+    await publisher.answer(replay[:1])
+    while not publisher.logged:
+        await asyncio.sleep(0.005)
+    assert "does not repeat its KV events from number 0 on" in publisher.logged[0]
+    await publisher.answer(replay)
+    while len(publisher.changes) < 3:
+        await asyncio.sleep(0.005)
+    assert second[-1] == replay[1][-1]
+
+
+@pytest.mark.parametrize("damaged", [b"", b"\x93\xcb", b"[]"])
+async def test_events_of_an_unknown_format_end_the_worker(
+    publisher: Publisher, damaged: bytes
+) -> None:
+    await publisher.events.send_multipart([b"", bytes(8), damaged])
+    with pytest.raises(InternalError, match="KV events of an unknown format"):
+        await publisher.reading
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    program = "import sys; sys.modules['zmq'] = None; import baton.engine.vllm.events_client"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr.endswith("pip install 'baton-serve[vllm]'\n")
