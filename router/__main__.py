@@ -42,6 +42,7 @@ from baton.types.lanes import whole_fleet
 from baton.wire.process_end import exit_process
 from router.app import Router
 from router.frontend.api.parts import RouterParts
+from router.frontend.http.acceptor import MAX_HANDSHAKES
 from router.frontend.http.certificate import LiveCertificate
 from router.frontend.http.places import capacity
 from router.frontend.http.server import RouterServer
@@ -98,7 +99,8 @@ def main() -> int:
             folder=arguments.group,
             sockets=sockets,
         )
-    allow_connections(capacity(settings.clients.max_connections))
+    handshakes = MAX_HANDSHAKES if settings.https else 0
+    allow_connections(capacity(settings.clients.max_connections), handshakes)
     limit_arenas()
     collect_rarely(ROUTER_OBJECTS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
