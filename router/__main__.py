@@ -50,6 +50,7 @@ from router.app import Router
 from router.frontend.api.parts import RouterParts
 from router.frontend.group.group import RouterGroup
 from router.frontend.group.member import Member
+from router.frontend.http.acceptor import MAX_HANDSHAKES
 from router.frontend.http.certificate import LiveCertificate
 from router.frontend.http.places import capacity
 from router.frontend.http.protocol import server_config
@@ -103,7 +104,8 @@ def main() -> int:
             folder=arguments.group,
             sockets=sockets,
         )
-    allow_connections(capacity(settings.clients.max_connections))
+    handshakes = MAX_HANDSHAKES if settings.https else 0
+    allow_connections(capacity(settings.clients.max_connections), handshakes)
     limit_arenas()
     collect_rarely(ROUTER_OBJECTS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

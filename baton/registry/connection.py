@@ -20,6 +20,7 @@ User and password before the ``@`` are the server's. The files are read on every
 so their paths must be absolute.
 """
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import redis.asyncio
 from redis.asyncio.connection import (
+    AbstractConnection,
     BlockingConnectionPool,
     Connection,
     SSLConnection,
@@ -54,6 +56,7 @@ _OF_SENTINELS = ("sentinel_user", "sentinel_password_file", "sentinel_password_e
 _PORT = 6379
 _SENTINEL_PORT = 26379
 _CONNECT_S = 2.0
+_AGE_S = 300.0  # of a connection, then its name is looked up again
 _SOCKET_PATH_BYTES = 107  # Linux
 _SENTINEL_S = 0.5  # timeout per Sentinel, so that a dead one leaves time for the others
 
@@ -125,6 +128,8 @@ def open_redis(url: str, max_connections: int = 8) -> redis.asyncio.Redis:
 
     A call fails if the server does not answer, and is never retried: a MULTI that may have taken
     effect must not be sent again. With Sentinels the next call looks up the primary again.
+    Connections are replaced every five minutes: the name may lead to another server by then, while
+    the old one still takes writes.
 
     Raises:
         RedisUrlError: The URL cannot be used.
@@ -137,6 +142,7 @@ def open_redis(url: str, max_connections: int = 8) -> redis.asyncio.Redis:
         # redis-py's timeout of writes loses a cancellation (`asyncio.wait_for` before Python 3.12),
         # so that a cancelled loop continues. Callers have limits of their own instead.
         "socket_timeout": None,
+        "redis_connect_func": _on_connect,
     }
     size = {"max_connections": max_connections, "timeout": _CONNECT_S}
     if target.path:
@@ -165,6 +171,11 @@ async def reconnect(client: redis.asyncio.Redis) -> None:
     with contextlib.suppress(RedisError, OSError, RuntimeError):
         await pool.update_active_connections_for_reconnect()  # type: ignore[no-untyped-call]
         await pool.disconnect(inuse_connections=False)
+
+
+async def _on_connect(connection: AbstractConnection) -> None:
+    await connection.on_connect()
+    asyncio.get_running_loop().call_later(_AGE_S, connection.mark_for_reconnect)
 
 
 class _SentinelPool(BlockingConnectionPool, SentinelConnectionPool):

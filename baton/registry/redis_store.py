@@ -86,9 +86,16 @@ redis.call('ZADD', KEYS[4], ARGV[2], ARGV[3])
 return {{redis.call('GET', KEYS[1]), redis.call('LLEN', KEYS[2]), redis.call('LLEN', KEYS[3])}}
 """
 
-# Errors of a server that is not, or not yet, the primary. redis-py has no class for some of them,
-# and a script's error has the code in its text.
-_WRONG_SERVER = (ReadOnlyError, BusyLoadingError, AskError, ClusterDownError, MasterDownError)
+# Errors of a server that is not, or not yet, the primary, and silence. redis-py has no class for
+# some of them, and a script's error has the code in its text.
+_WRONG_SERVER = (
+    TimeoutError,
+    ReadOnlyError,
+    BusyLoadingError,
+    AskError,
+    ClusterDownError,
+    MasterDownError,
+)
 _CODES = ("READONLY", "LOADING", "MASTERDOWN", "MOVED", "CLUSTERDOWN", "NOREPLICAS")
 
 Command = tuple[Any, ...]

@@ -251,7 +251,8 @@ async def serve_metrics(
                 await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(answer, host, port, ssl=tls)
+    limit_s = None if tls is None else _REQUEST_LIMIT_S
+    server = await asyncio.start_server(answer, host, port, ssl=tls, ssl_handshake_timeout=limit_s)
     bound_host, bound_port = server.sockets[0].getsockname()[:2]
     return MetricsServer(server, join_address(bound_host, bound_port))
 

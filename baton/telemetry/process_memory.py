@@ -54,10 +54,13 @@ def collect_rarely(new_objects: int) -> None:
     gc.set_threshold(new_objects, 20, 20)
 
 
-def allow_connections(count: int) -> None:
-    """Raise the process's limit of open files for ``count`` clients, if permitted."""
+def allow_connections(count: int, handshakes: int = 0) -> None:
+    """Raise the process's limit of open files for ``count`` clients, if permitted.
+
+    ``handshakes`` are connections that are not clients yet.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + _OWN_FILES
+    wanted = count + handshakes + _OWN_FILES
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

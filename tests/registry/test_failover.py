@@ -1,10 +1,17 @@
-"""A Redis behind one name that moves: the old primary becomes a replica and keeps connections."""
+"""A Redis behind one name that moves: the old primary keeps connections.
 
+It becomes a replica, hangs, or still takes writes.
+"""
+
+import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from baton.registry import connection, redis_store
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import WorkerRecord
 from baton.registry.workers import Presence
@@ -68,4 +75,38 @@ async def test_a_worker_registers_with_a_new_primary_that_has_no_record_of_it(
     with new.client() as client:
         await eventually(lambda: bool(client.exists("baton:{test}:worker:worker-0")))
     await presence.stop()
+    await registry.close()
+
+
+async def test_after_a_silence_no_connection_to_the_old_server_is_used(
+    front: tuple[Relay, Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, old, new = front
+    monkeypatch.setattr(redis_store, "_CALL_LIMIT_S", 0.3)
+    registry = Registry(f"redis://127.0.0.1:{relay.port}/0", "test")
+    await asyncio.gather(*(registry.send(("SET", "a", "old")) for _ in range(4)))
+    os.kill(old.process.pid, signal.SIGSTOP)
+    relay.to = new.port
+    with pytest.raises(RegistryUnavailableError):
+        await registry.send(("GET", "a"))
+    os.kill(old.process.pid, signal.SIGCONT)
+    await asyncio.gather(*(registry.send(("SET", "a", "new")) for _ in range(4)))
+    with old.client() as client:
+        assert client.get("a") == "old"
+    await registry.close()
+
+
+async def test_connections_are_replaced_in_time(
+    front: tuple[Relay, Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, _, new = front
+    monkeypatch.setattr(connection, "_AGE_S", 0.2)
+    registry = Registry(f"redis://127.0.0.1:{relay.port}/0", "test")
+    await registry.send(("SET", "a", "old"))
+    relay.to = new.port  # and the old one still takes writes
+    await asyncio.sleep(0.3)
+    for _ in range(2):
+        await registry.send(("SET", "a", "new"))
+    with new.client() as client:
+        assert client.get("a") == "new"
     await registry.close()

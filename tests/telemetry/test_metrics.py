@@ -1,17 +1,23 @@
 """Metrics are declared, bounded and served; traces pass through whether or not anyone listens."""
 
+import asyncio
 import http.server
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.addresses import split_address
+from baton.telemetry import metrics as metrics_module
 from baton.telemetry.metric_names import METRICS_BY_COMPONENT
 from baton.telemetry.metrics import MAX_LABEL_SETS, Metrics, serve_metrics
 from baton.telemetry.tracing import Tracing, extract, inject
+from baton.wire.tls import FleetTls
+from tests.wire import certs
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -131,6 +137,20 @@ async def test_the_page_is_served_and_nothing_else() -> None:
         assert b"process_resident_memory_bytes" in answer.content
         assert (await client.get("/secrets")).status_code == 404
         assert (await client.post("/metrics")).status_code == 405
+    await server.close()
+
+
+@pytest.mark.parametrize("by_tls", [False, True])
+async def test_a_silent_connection_to_the_page_ends(
+    by_tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_module, "_REQUEST_LIMIT_S", 0.2)
+    tls = FleetTls(certs.files(certs.made(tmp_path))).page_context() if by_tls else None
+    server = await serve_metrics(Metrics("worker"), tls=tls)
+    reader, writer = await asyncio.open_connection(*split_address(server.address))
+    async with asyncio.timeout(10):
+        assert await reader.read() == b""
+    writer.close()
     await server.close()
 
 

@@ -5,6 +5,7 @@ takes 100 ms, so the last one of a thousand new clients would wait for more than
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -18,6 +19,9 @@ _LOG = logging.getLogger(__name__)
 _BATCH_CONNECTIONS = 128  # accepted in one turn of the loop, about 5 ms
 _CONNECT_LIMIT_S = 1.0  # for TLS handshakes that are in progress at the end
 _PAUSE_S = 0.1  # after a failure: the process may have no descriptors left
+_HANDSHAKE_S = 10.0
+MAX_HANDSHAKES = 4096
+"""TLS handshakes at once. Beyond it the oldest ends: silent connections must not take all files."""
 
 
 class Acceptor:
@@ -40,7 +44,7 @@ class Acceptor:
         self._make_connection = make_connection
         self._tls = tls
         self._tasks = BackgroundTasks("acceptor", count_failure)
-        self._connecting: set[asyncio.Task[None]] = set()
+        self._connecting: dict[asyncio.Task[None], socket.socket] = {}  # oldest first
         self._pause: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -72,12 +76,24 @@ class Acceptor:
                 return
             connection.setblocking(False)
             task = self._tasks.spawn(self._connect(connection), "connection")
-            self._connecting.add(task)
-            task.add_done_callback(self._connecting.discard)
+            self._connecting[task] = connection
+            task.add_done_callback(lambda done: self._connecting.pop(done, None))
+            if len(self._connecting) > MAX_HANDSHAKES:
+                self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        oldest = next(iter(self._connecting))
+        with contextlib.suppress(OSError):
+            self._connecting.pop(oldest).shutdown(socket.SHUT_RDWR)
 
     async def _connect(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
-            await loop.connect_accepted_socket(self._make_connection, connection, ssl=self._tls)
+            await loop.connect_accepted_socket(
+                self._make_connection,
+                connection,
+                ssl=self._tls,
+                ssl_handshake_timeout=_HANDSHAKE_S if self._tls else None,
+            )
         except OSError:  # the client left, or its TLS handshake failed
             connection.close()

@@ -1,10 +1,14 @@
 import asyncio
+import contextlib
 import errno
 import socket
+import ssl
 
 import uvloop
 
+from router.frontend.http import acceptor as acceptor_module
 from router.frontend.http.acceptor import Acceptor
+from tests.wire import certs
 
 CLIENTS = 300
 TURNS = 30
@@ -36,8 +40,8 @@ class Listener:
 
         return Noted()
 
-    def acceptor(self) -> Acceptor:
-        return Acceptor(self.socket.fileno(), self.protocol, None, lambda _: None)
+    def acceptor(self, tls: ssl.SSLContext | None = None) -> Acceptor:
+        return Acceptor(self.socket.fileno(), self.protocol, tls, lambda _: None)
 
     async def close(self) -> None:
         for client in self.clients:
@@ -130,3 +134,44 @@ def test_what_was_accepted_is_answered_after_the_acceptor_has_closed():
         return answer
 
     assert in_uvloop(life()) == b"hello"
+
+
+def test_silent_clients_of_tls_make_way_for_others(monkeypatch, tmp_path):
+    monkeypatch.setattr(acceptor_module, "MAX_HANDSHAKES", 4)
+    files = certs.files(certs.made(tmp_path))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.certificate, files.key)
+    trust = ssl.create_default_context(cafile=files.ca)
+
+    async def life() -> tuple[bytes, list[bool]]:
+        listener = Listener()
+        acceptor = listener.acceptor(context)
+        acceptor.start()
+        listener.connect(9)
+        address = listener.socket.getsockname()
+        async with asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection(
+                *address[:2], ssl=trust, server_hostname=files.name
+            )
+            writer.write(b"hello")
+            answer = await reader.readexactly(5)
+            ended = [await is_closed(client) for client in listener.clients]
+        writer.close()
+        with contextlib.suppress(ssl.SSLError):
+            await writer.wait_closed()
+        await acceptor.close()
+        await listener.close()
+        return answer, ended
+
+    answer, ended = in_uvloop(life())
+    assert answer == b"hello"
+    assert ended[:6] == [True] * 6
+    assert ended[6:].count(False) == 3
+
+
+async def is_closed(client: socket.socket) -> bool:
+    client.setblocking(False)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.2):
+            return not await asyncio.get_running_loop().sock_recv(client, 100)
+    return False
