@@ -20,12 +20,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from baton.types.slo import Slo
 from loadtest.percent import percent
 from loadtest.simulator.goodput import is_good
 from loadtest.simulator.simulation import TURN_NS, Plan, Setup, Simulation
 from loadtest.workloads.shifting import shifting
 from loadtest.workloads.traces import TraceRequest, read_trace
-from router.request import Slo
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

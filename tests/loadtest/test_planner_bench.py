@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.types.slo import Slo
 from benchmarks.goodput.planner import best_order, compare
 from loadtest.simulator.simulation import Setup
 from loadtest.workloads.traces import TraceRequest
-from router.request import Slo
 
 GOOD = {2: [10, 10, 0, 0], 3: [6, 6, 6, 6], 4: [0, 0, 10, 10]}
 
