@@ -55,7 +55,7 @@ from router.routing.workers.table import WorkerDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.tenants.key_exchange import KeyExchange
-from router.tenants.limits_table import LimitsMirror
+from router.tenants.limits_table import SyncedLimits
 
 _POLL_S = 0.01
 _SAMPLE_S = 1.0
@@ -140,10 +140,10 @@ class Router:
             self.keys = KeyExchange(
                 settings.issued_keys, shared_keys, file, self.parts.observer.task_failed
             )
-        self.limits: LimitsMirror | None = None
+        self.limits: SyncedLimits | None = None
         if shared_limits is not None:
             file = Path(settings.state_dir) / "tenants.json" if settings.state_dir else None
-            self.limits = LimitsMirror(
+            self.limits = SyncedLimits(
                 shared_limits,
                 self._use_policies,
                 file,

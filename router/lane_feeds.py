@@ -90,8 +90,8 @@ class LaneFeeds:
         parts = self.parts
         folder = parts.settings.lane_dir
         adapters = parts.model.adapters
-        adapters.count_failure = parts.observer.task_failed
-        adapters.start(self._sources.adapters, folder / "adapters.json" if folder else None)
+        file = folder / "adapters.json" if folder else None
+        await adapters.start(self._sources.adapters, file, parts.observer.task_failed)
         parts.gateway.start()
         self._index.start()
         self._tickets.start()

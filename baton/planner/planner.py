@@ -26,7 +26,6 @@ from baton.planner.state import (
     Decision,
     DecodeLine,
     Figures,
-    Limits,
     Nothing,
     PromptLine,
     Resize,
@@ -36,6 +35,7 @@ from baton.planner.state import (
     usual_prompt_line,
 )
 from baton.registry.types import PromptSum, Role, WorkDemand
+from baton.types.slo import Slo
 
 DECODE_SHARE = 0.85
 """Share of the ITL limit for which decode workers are planned."""
@@ -61,7 +61,7 @@ _PENDING_NS = 10_000_000_000  # after which a turn without effect is given up
 class Planner:
     """Planner of one fleet. Call ``observe``, then ``decide``, every few seconds."""
 
-    def __init__(self, limits: Limits, sizes: SizePlanner | None = None) -> None:
+    def __init__(self, limits: Slo, sizes: SizePlanner | None = None) -> None:
         self._limits = limits
         self._sizes = sizes
         self._window = DemandWindow()

@@ -95,13 +95,6 @@ def state_of(worker_id: str, role: Role, report: Report, max_streams: int) -> Wo
     )
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Latency limits of the fleet (``slo``)."""
-
-    ttft_s: float
-    itl_s: float
-
-
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures that a decision is based on. Loads and needs are in workers.
 

@@ -12,13 +12,21 @@ under ``baton:{fleet.lane}:`` for workers, blocks, commands, adapters, tickets a
     kv:<incarnation>:log  list: batches since then                         60 s
     kv:<incarnation>:mark sequence and checksum                            60 s
     kv:events:<0 to 7>    streams of batches, see event_streams.py         30 s, 16 MiB
-    orders, answer:<id>   admin commands and replies, see orders.py        10 s, 60 s
-    wanted                sizes and nodes set at run time                  see wanted.py
+    orders, answer:<id>   admin commands and replies, see admin_commands.py  10 s, 60 s
+    wanted                sizes and nodes set at run time                  see wanted_sizes.py
+    plan                  the planner's last result                        10 s
     lease                 the supervisor of the fleet                      see lease.py
-    keys, keys:…          issued API keys, hashes only                     see keys/shared.py
-    adapters              hash: name -> entry of a LoRA adapter, see shared_adapters.py  1 day
-    routes                names, golden prompts of models        see lanes/shared_routes.py
-    gate:…                evidence about a canary                          see lanes/gates.py
+    keys, keys:…          issued API keys, hashes only        see ../tenants/shared_keys.py
+    tenants               limits and deletions of tenants     see ../tenants/shared_limits.py
+    quotas:<tenant>       use of a tenant's limits            see ../tenants/quotas.py
+    deletion:<id>         what each process deleted           see ../tenants/erasures.py
+    usage:hours:<hour>    counters of an hour                 see ../tenants/usage/shared.py
+    usage:life:<life>     last report of a process            see ../tenants/usage/shared.py
+    audit:…               entries on their way to the file    see ../tenants/audit/inbox.py
+    adapters:table        LoRA adapters loaded at run time    see shared_adapters.py
+    adapters              the same of an earlier version                   1 day
+    routes                names, golden prompts of models     see shared_routes.py
+    gate:…                evidence about a canary             see gates.py
     tickets               the last ticket that a router took               1 day
     routers               hash: router -> its load                         1 minute
     responses:…           responses that clients asked to store            see stored_responses.py

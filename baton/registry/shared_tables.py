@@ -19,10 +19,10 @@ from baton.types.versioned import Versioned
 _READ = """
 local version = redis.call('HGET', KEYS[1], 'version') or '0'
 local time = redis.call('TIME')
-local found = {version, string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))}
-if version == ARGV[1] then return found end
-for i = 2, #ARGV do found[#found + 1] = redis.call('HGET', KEYS[1], ARGV[i]) or '' end
-return found
+local answer = {version, string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))}
+if version == ARGV[1] then return answer end
+for i = 2, #ARGV do answer[#answer + 1] = redis.call('HGET', KEYS[1], ARGV[i]) or '' end
+return answer
 """
 
 # KEYS: table. ARGV: expected version, new version, names and values of the parts.
@@ -50,7 +50,7 @@ class VersionedTable(Generic[TableT]):
     def __init__(
         self, registry: Registry, name: str, kind: type[TableT], parts: Mapping[str, str]
     ) -> None:
-        types = {one.name: one.type for one in msgspec.structs.fields(kind)}
+        types = {field.name: field.type for field in msgspec.structs.fields(kind)}
         self._registry = registry
         self._name = name
         self._key = registry.key(name)
@@ -86,3 +86,11 @@ class VersionedTable(Generic[TableT]):
         call = ("EVAL", _SWAP, 1, self._key, str(expected_version), str(table.version), *values)
         (done,) = await self._registry.send(call)
         return bool(done)
+
+    def decoded(self, raw: bytes) -> TableT:
+        """Decode a copy on disk.
+
+        Raises:
+            msgspec.DecodeError: It is not one.
+        """
+        return msgspec.json.decode(raw, type=self._kind)

@@ -4,6 +4,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from baton.types.slo import Slo
+
 _Seconds = Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000_000)]
 _Model = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
@@ -20,13 +22,6 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     tokens: _Count
-
-
-class LatencyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Latencies of a tenant's requests, as ``slo`` in the fleet file."""
-
-    ttft_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
-    itl_s: Annotated[float, msgspec.Meta(gt=0, le=60)]
 
 
 class Limits(
@@ -56,7 +51,7 @@ class Limits(
     budget: Budget | None = None
     weight: Annotated[float, msgspec.Meta(ge=0.01, le=1000)] | None = None
     models: Annotated[tuple[_Model, ...], msgspec.Meta(min_length=1, max_length=1000)] | None = None
-    slo: LatencyLimits | None = None
+    slo: Slo | None = None
     kv_share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
 
     keep_s: _Seconds | None = None

@@ -1,8 +1,8 @@
 """Limits of tenants in Redis: the bank of each tenant, from which routers lease parts.
 
-    quotas:TENANT    leases, and use of the last minute, day and month, see bank.py   33 days
+    quotas:TENANT    leases, and use of the last minute, day and month   33 days
 
-One script computes what ``bank.py`` describes, by Redis' clock. Redis may lose the key: each
+One script answers the exchanges of ``bank.py``, by Redis' clock. Redis may lose the key: each
 router then reports its use again.
 """
 
@@ -89,9 +89,9 @@ local function granted(name, need)
     if amount > 0 and slot > last then last = slot end
   end)
   for _, router in pairs(bank.routers) do
-    local one = router.accounts[name]
-    if one then left = left - (one.ceiling - one.spent) end
-    if one and one ~= account then elsewhere = elsewhere + one.ceiling - one.spent end
+    local lease = router.accounts[name]
+    if lease then left = left - (lease.ceiling - lease.spent) end
+    if lease and lease ~= account then elsewhere = elsewhere + lease.ceiling - lease.spent end
   end
   local more = math.max(math.min(need.ceiling - lower, left), 0)
   account.ceiling = account.ceiling + more

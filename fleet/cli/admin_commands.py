@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from baton.config.fleet_file import FleetConfig
+from baton.types.slo import Slo
 from fleet.cli.common import (
     FleetOption,
     JsonOption,
@@ -30,7 +31,6 @@ from fleet.local.router_process import group_folder, router_name, serving_pid
 from fleet.local.state import FleetState, audit_file
 from loadtest.simulator.cli import replay
 from loadtest.simulator.simulation import Setup
-from router.request import Slo
 
 _MOVE_LIMIT_S = 15.0
 _SHOWN_DECISIONS = 8

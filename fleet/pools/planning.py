@@ -18,10 +18,11 @@ import msgspec
 from baton.config.clients import SloConfig
 from baton.planner.planner import Planner, best_split
 from baton.planner.sizes import SizePlanner
-from baton.planner.state import Decision, Limits, Nothing, Resize, RoleChange, WorkerState
+from baton.planner.state import Decision, Nothing, Resize, RoleChange, WorkerState
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.router_demands import Plan, RouterDemand, RouterDemands
 from baton.registry.types import Role
+from baton.types.slo import Slo
 
 _LOG = logging.getLogger("fleet.pools.planner")
 
@@ -68,7 +69,7 @@ class RolePlanning:
         self._slo = slo
         self._planner: Planner | None = None
         if slo is not None:
-            limits = Limits(ttft_s=slo.ttft_s, itl_s=slo.itl_s)
+            limits = Slo(ttft_s=slo.ttft_s, itl_s=slo.itl_s)
             self._planner = Planner(limits, size_planner)
         self._demands = demands
         self.workers = workers

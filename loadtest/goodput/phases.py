@@ -2,7 +2,7 @@
 
 A response is good if its first token comes within ``ttft_s`` plus twice the prompt's own time, at
 ``itl_s`` per later token on average, counted from the first token or from a second one in time: the
-definition of the fleet (`router.request.Slo`), by the client's clock.
+definition of the fleet (`baton.types.slo.Slo`), by the client's clock.
 """
 
 from collections.abc import Sequence

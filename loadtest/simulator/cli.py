@@ -14,6 +14,7 @@ from rich.progress import Progress, ProgressColumn, Task
 from rich.text import Text
 
 from baton.engine.emulated_timing import H100_70B, TIMINGS
+from baton.types.slo import Slo as RequestSlo
 from loadtest.commands.options import echo, with_options
 from loadtest.commands.running import INTERRUPTED, ended_by_signals
 from loadtest.reasons import file_reason
@@ -36,7 +37,6 @@ from loadtest.simulator.simulation import Plan, Setup, Simulation
 from loadtest.workloads.days import days
 from loadtest.workloads.shifting import shifting
 from loadtest.workloads.traces import TraceError, TraceRequest, read_trace
-from router.request import Slo as RequestSlo
 
 ALL = "all"
 

@@ -4,9 +4,9 @@ from statistics import fmean
 
 import msgspec
 
+from baton.types.slo import Slo
 from loadtest.simulator.records import Record
 from loadtest.simulator.simulation import Setup
-from router.request import Slo
 
 LONG_TOKENS = 32_768
 

@@ -6,12 +6,12 @@ import msgspec
 
 from baton.planner.planner import Planner
 from baton.planner.sizes import SizePlanner
-from baton.planner.state import Decision, Limits, Resize, RoleChange, WorkerState, state_of
+from baton.planner.state import Decision, Resize, RoleChange, WorkerState, state_of
 from baton.registry.types import Role
+from baton.types.slo import Slo
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.router import SimulatedRouter
 from loadtest.simulator.table import SimulatedTable
-from router.request import Slo
 from router.routing.workers.table import Slot
 
 PLAN_NS = 2_000_000_000
@@ -41,7 +41,7 @@ class SimulatedPlanner:
         size_planner: SizePlanner | None = None,
     ) -> None:
         self.decisions: list[Decided] = []
-        self._planner = Planner(Limits(ttft_s=slo.ttft_s, itl_s=slo.itl_s), size_planner)
+        self._planner = Planner(slo, size_planner)
         self._sizes = sizes
         self._resize = resize
         self._clock = clock

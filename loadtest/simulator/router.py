@@ -18,6 +18,7 @@ from baton.registry.types import TIERS, EventBatch, Role, tier_incarnation
 from baton.types import events as ev
 from baton.types.errors import BatonError, QueueFullError, SloUnreachableError, UnavailableError
 from baton.types.geometry import context_tokens
+from baton.types.slo import Slo
 from loadtest.simulator.attempt import Attempt
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.network import CONTROL_NS, Network
@@ -25,7 +26,7 @@ from loadtest.simulator.policies import Policy
 from loadtest.simulator.records import Record
 from loadtest.simulator.table import SimulatedTable
 from loadtest.simulator.worker import SimulatedWorker, WorkerListener
-from router.request import GenerationRequest, Slo
+from router.request import GenerationRequest
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
 from router.routing.admission.slo_gate import SloGate, Verdict

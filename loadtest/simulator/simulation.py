@@ -15,6 +15,7 @@ from baton.planner.sizes import SizePlanner
 from baton.registry.types import Role
 from baton.types.geometry import KvGeometry
 from baton.types.params import SamplingParams
+from baton.types.slo import Slo
 from loadtest.simulator.attempt import DETECT_NS
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.network import LINKS, Link, Network
@@ -25,7 +26,7 @@ from loadtest.simulator.router import SimulatedRouter
 from loadtest.simulator.table import SimulatedTable, capabilities
 from loadtest.simulator.worker import LAYER_GROUPS, SimulatedWorker
 from loadtest.workloads.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
-from router.request import GenerationRequest, Mode, Slo
+from router.request import GenerationRequest, Mode
 from router.settings import RouterSettings
 
 TURN_NS = 600_000_000  # until routers place by another role; measured on a real fleet

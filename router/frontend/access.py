@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from baton.config.clients import ApiKeyConfig, SloConfig
 from baton.tenants.key_record import hash_of
-from baton.tenants.limits import LatencyLimits
 from baton.types.errors import ForbiddenError, InvalidRequestError, UnauthorizedError
+from baton.types.slo import Slo
 from router.settings import RouterSettings
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -40,7 +40,7 @@ class Access(NamedTuple):
     operator: bool
     min_priority: int | None = None
     own_adapters: bool = False
-    slo: SloConfig | LatencyLimits | None = None
+    slo: SloConfig | Slo | None = None
     models: tuple[str, ...] | None = None
     key_id: str = ""
 

@@ -4,16 +4,15 @@ import math
 from collections.abc import Mapping
 
 from baton.config.clients import SloConfig
-from baton.tenants.limits import LatencyLimits
 from baton.types.errors import InvalidRequestError
-from router.request import Slo
+from baton.types.slo import Slo
 
 TTFT = ("x-baton-slo-ttft-ms", "x-slo-ttft-ms")  # Baton's name, llm-d's name
 ITL = ("x-baton-slo-itl-ms", "x-slo-tpot-ms")
 _MAX_MS = 3_600_000.0
 
 
-def slo_of(headers: Mapping[str, str], configured: SloConfig | LatencyLimits | None) -> Slo | None:
+def slo_of(headers: Mapping[str, str], configured: SloConfig | Slo | None) -> Slo | None:
     """Return the limits of a call; None if neither the call nor the fleet has any.
 
     A header replaces one of the configured limits.

@@ -13,12 +13,9 @@ import msgspec
 
 from baton.types.gates import GoldenPrompt
 from baton.types.routes import NameRoute, RouteTable
+from baton.types.versioned import TableChangeError
 
 MAX_NAMES = 1024
-
-
-class RouteChangeError(ValueError):
-    """A change of routes is not possible; the message is for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +100,7 @@ def with_alias(table: RouteTable, name: str, target: str) -> RouteTable:
     """Return the table in which a name leads to a model; the previous target is remembered."""
     entry = table.names.get(name)
     if entry is not None and entry.canary:
-        raise RouteChangeError(
+        raise TableChangeError(
             f"{name} has the canary {entry.canary}: use `baton models promote` or `rollback` first"
         )
     before = entry.target if entry is not None else ""
@@ -133,21 +130,21 @@ def with_canary(
     Unix milliseconds.
 
     Raises:
-        RouteChangeError: Share and tenants are missing, or the canary is the target.
+        TableChangeError: Share and tenants are missing, or the canary is the target.
     """
     entry = table.names.get(name) or NameRoute(target=name)
     if entry.canary not in ("", canary):
-        raise RouteChangeError(
+        raise TableChangeError(
             f"{name} has the canary {entry.canary}: use `baton models promote` or `rollback` first"
         )
     if canary == entry.target:
-        raise RouteChangeError(f"{canary} already answers all requests for {name}")
+        raise TableChangeError(f"{canary} already answers all requests for {name}")
     if share is not None and not 0 <= share <= 1:
-        raise RouteChangeError(f"a share must be from 0 to 100 % (got {share * 100:g} %)")
+        raise TableChangeError(f"a share must be from 0 to 100 % (got {share * 100:g} %)")
     share = entry.share if share is None else share
     tenants = entry.tenants if tenants is None else tenants
     if not share and not tenants:
-        raise RouteChangeError("a canary needs a share or tenants")
+        raise TableChangeError("a canary needs a share or tenants")
     since_ms = entry.since_ms if entry.canary else now_ms
     made = NameRoute(
         target=entry.target,
@@ -169,17 +166,17 @@ def with_shadow(
     ``now_ms`` is the start of a new one in Unix milliseconds.
 
     Raises:
-        RouteChangeError: There is no share, the name has a canary, or the shadow is its target.
+        TableChangeError: There is no share, the name has a canary, or the shadow is its target.
     """
     entry = table.names.get(name) or NameRoute(target=name)
     if entry.canary:
-        raise RouteChangeError(
+        raise TableChangeError(
             f"{name} has the canary {entry.canary}: use `baton models promote` or `rollback` first"
         )
     if shadow == entry.target:
-        raise RouteChangeError(f"{shadow} already answers all requests for {name}")
+        raise TableChangeError(f"{shadow} already answers all requests for {name}")
     if not share or not 0 < share <= 1:
-        raise RouteChangeError(
+        raise TableChangeError(
             f"a shadow needs a share above 0 and up to 100 % (got {(share or 0) * 100:g} %)"
         )
     made = NameRoute(
@@ -197,11 +194,11 @@ def promoted(table: RouteTable, name: str) -> RouteTable:
     """Return the table in which a name's canary answers all its requests.
 
     Raises:
-        RouteChangeError: The name has no canary.
+        TableChangeError: The name has no canary.
     """
     entry = table.names.get(name)
     if entry is None or not entry.canary:
-        raise RouteChangeError(f"{name} has no canary to promote")
+        raise TableChangeError(f"{name} has no canary to promote")
     done = NameRoute(target=entry.canary, fallbacks=entry.fallbacks, previous=entry.target)
     return with_entry(table, name, done)
 
@@ -210,11 +207,11 @@ def rolled_back(table: RouteTable, name: str) -> RouteTable:
     """Return the table without a name's canary or shadow, or else with the target before.
 
     Raises:
-        RouteChangeError: The name has neither.
+        TableChangeError: The name has neither.
     """
     entry = table.names.get(name)
     if entry is None or not (entry.candidate or entry.previous):
-        raise RouteChangeError(f"{name} has nothing to roll back")
+        raise TableChangeError(f"{name} has nothing to roll back")
     target = entry.target if entry.candidate else entry.previous
     previous = entry.previous if entry.candidate else ""
     return with_entry(
@@ -226,12 +223,12 @@ def thrown_out(table: RouteTable, name: str, tried: NameRoute, reason: str) -> R
     """Return the table without the canary or shadow of the entry ``tried``, for a reason.
 
     Raises:
-        RouteChangeError: It is not the canary or shadow any more.
+        TableChangeError: It is not the canary or shadow any more.
     """
     entry = table.names.get(name)
     if entry is None or (entry.candidate, entry.since_ms) != (tried.candidate, tried.since_ms):
         kind = "canary" if tried.canary else "shadow"
-        raise RouteChangeError(f"{tried.candidate} is no longer the {kind} of {name}")
+        raise TableChangeError(f"{tried.candidate} is no longer the {kind} of {name}")
     if entry.shadow_share:
         ended = msgspec.structs.replace(entry, shadow_share=0.0, reason=reason)
         return with_entry(table, name, ended)
@@ -257,11 +254,11 @@ def without(table: RouteTable, name: str) -> RouteTable:
     """Return the table without an entry.
 
     Raises:
-        RouteChangeError: There is none.
+        TableChangeError: There is none.
     """
     if name not in table.names:
-        raise RouteChangeError(f"{name} is not an alias")
-    names = {key: one for key, one in table.names.items() if key != name}
+        raise TableChangeError(f"{name} is not an alias")
+    names = {key: entry for key, entry in table.names.items() if key != name}
     return msgspec.structs.replace(table, names=names)
 
 
@@ -284,12 +281,12 @@ def with_entry(table: RouteTable, name: str, entry: NameRoute) -> RouteTable:
     """Return the table with an entry of a name, unless it leads to the model of this name only.
 
     Raises:
-        RouteChangeError: The table has too many names.
+        TableChangeError: The table has too many names.
     """
     plain = NameRoute(target=name)
-    names = {key: one for key, one in table.names.items() if key != name}
+    names = {key: entry for key, entry in table.names.items() if key != name}
     if entry != plain:
         names[name] = entry
     if len(names) > MAX_NAMES:
-        raise RouteChangeError(f"more than {MAX_NAMES} names would have routes")
+        raise TableChangeError(f"more than {MAX_NAMES} names would have routes")
     return msgspec.structs.replace(table, names=names)

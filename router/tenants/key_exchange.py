@@ -1,12 +1,10 @@
 """Exchange of issued API keys between one router, Redis, and a copy on disk.
 
-Twice a second the router compares its table with Redis, which costs one round trip while nothing
-changes. Without Redis it uses its last state, also after a restart. The copy has hashes only.
+A comparison costs one round trip while nothing changes. The copy has hashes only.
 """
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,15 +13,11 @@ import msgspec
 
 from baton.registry.json_file import keep
 from baton.registry.redis_store import RegistryUnavailableError
-from baton.telemetry.tasks import BackgroundTasks
 from baton.tenants.key_record import KeyRecord, encoded
 from baton.tenants.shared_keys import MAX_KEYS, Change, SharedKeys, Summary
+from router.synced_table import TRIES, SyncedTable
 from router.tenants.key_table import IssuedKey, KeyTable
 
-_LOG = logging.getLogger(__name__)
-
-POLL_S = 0.5
-_TRIES = 10
 _LIMIT_S = 1.5  # of one change, after which Redis is unavailable and writes nothing
 _REVOKE_S = 0.5  # of a revocation, which this router has made already
 _SEEN_S = 0.3  # of the comparison after a change
@@ -41,8 +35,8 @@ class UnconfirmedChangeError(RegistryUnavailableError):
     """Redis did not confirm a change: it was made, or is not made any more."""
 
 
-class KeyExchange:
-    """Keeps the table of one router equal to the one in Redis, and changes both.
+class KeyExchange(SyncedTable):
+    """Merges the issued keys of one router with those in Redis, and changes both.
 
     Args:
         table: Table that requests use.
@@ -58,37 +52,13 @@ class KeyExchange:
         file: Path | None = None,
         count_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
+        super().__init__("keys", file, count_failure)
         self.table = table
         self._shared = shared
-        self._file = file
-        self._tasks = BackgroundTasks("keys", count_failure)
-        self._lock = asyncio.Lock()
         self._saving = asyncio.Lock()
         self._seen: tuple[bytes, int] | None = None
         self._unwritten = False  # the table has a revocation that Redis may lack
         self._saved_changes = 0
-        self._tried = asyncio.Event()
-        self._away = False
-
-    async def start(self) -> None:
-        """Read the copy on disk, and start the exchange; return after the first attempt."""
-        if self._file is not None and self._file.exists():
-            self._load(self._file)
-        self._tasks.keep(self._follow, "keys")
-        await self._tried.wait()
-
-    async def close(self) -> None:
-        """Stop the exchange."""
-        await self._tasks.close()
-
-    async def exchange(self) -> None:
-        """Compare the table with Redis, and bring both to the same state.
-
-        Raises:
-            RegistryUnavailableError: Redis does not answer.
-        """
-        async with self._lock:
-            await self._exchange()
 
     async def add(self, records: Sequence[KeyRecord]) -> int:
         """Issue keys, and return the number of those that did not exist.
@@ -158,7 +128,7 @@ class KeyExchange:
         def revoked(old: KeyRecord) -> KeyRecord:
             return msgspec.structs.replace(old, revoked_ms=old.revoked_ms or revoked_ms)
 
-        everywhere = everywhere and not self._away
+        everywhere = everywhere and not self.away
         if everywhere and self.table.get(key_id) is None:  # another router may have just issued it
             with contextlib.suppress(TimeoutError, RegistryUnavailableError):
                 async with asyncio.timeout(_REVOKE_S):
@@ -197,13 +167,15 @@ class KeyExchange:
         sent = False
         try:
             async with asyncio.timeout(limit_s), self._lock:
-                for _ in range(_TRIES):
+                for _ in range(TRIES):
                     now_ms = await self._exchange()
                     made = changes()
                     until_ms = now_ms + int((end_s - time.monotonic()) * 1000)
                     sent = True
                     if await self._shared.put(made, until_ms):
-                        self.table.merge({one.record.id: encoded(one.record) for one in made})
+                        self.table.merge(
+                            {change.record.id: encoded(change.record) for change in made}
+                        )
                         break
                     sent = False
                 else:
@@ -231,22 +203,8 @@ class KeyExchange:
             raise KeyChangeError(f"the API key {record.id} exists with other rights")
         return True
 
-    async def _follow(self) -> None:
-        while True:
-            try:
-                await self.exchange()
-            except RegistryUnavailableError as error:
-                if not self._away:
-                    count = len(self.table)
-                    _LOG.warning("using the last known API keys=%d: %s", count, error)
-                self._away = True
-            else:
-                if self._away:
-                    _LOG.info("compared API keys=%d with Redis again", len(self.table))
-                self._away = False
-            finally:
-                self._tried.set()
-            await asyncio.sleep(POLL_S)
+    def _described(self) -> str:
+        return f"API keys={len(self.table)}"
 
     async def _exchange(self) -> int:
         """Compare the table with Redis, and return the time of its clock in ms."""
@@ -321,12 +279,8 @@ class KeyExchange:
                 self._saved_changes = changes
 
     def _load(self, file: Path) -> None:
-        try:
-            records = msgspec.json.decode(file.read_bytes(), type=list[KeyRecord])
-            age_s = time.time() - file.stat().st_mtime  # since the last change: at most that old
-        except (OSError, msgspec.DecodeError) as error:
-            _LOG.warning("cannot read API keys from %s: %s", file, error)
-            return
+        records = msgspec.json.decode(file.read_bytes(), type=list[KeyRecord])
+        age_s = time.time() - file.stat().st_mtime  # since the last change: at most that old
         for record in records:
             self.table.adopt(record)
         self.table.compared_s = time.monotonic() - age_s

@@ -4,151 +4,27 @@ The bank of a tenant is in Redis (``baton/tenants/quotas.py``). A router leases 
 twice what the tenant used here in the last second. What calls do not use returns after a second. So
 the sum of all routers cannot exceed a limit. Of a tenant without calls each router leases the limit
 / (8 x routers) ahead, so that the first call finds a lease; where little is left, less. Without
-Redis the bank is in the router, with its part of the limits.
+Redis a router counts its own calls against the limit / routers.
 
 A call reserves its prompt and the answer that the tenant's last answers let expect. At its end,
 `settle` corrects the reservation by the usage. Use above it is a debt, for which the bank grants
 less until it is forgotten.
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, date, datetime, timedelta
+from dataclasses import dataclass
 
-from baton.tenants.bank import SILENT_MS, Ask, Bank, Grant, Need
+from baton.tenants.bank import SILENT_MS, Ask, Grant, Need
 from baton.tenants.limits import Limits
 from baton.tenants.shared_limits import MAX_TENANTS
+from router.tenants.lease import KINDS, TOKENS, Lease, TenantLeases, own_part
 
 EXCHANGE_NS = 200_000_000
-_USE_NS = 1_000_000_000  # a lease covers twice the use of this time
 _MS = 1_000_000
 _WATCH_NS = 5_000_000_000
-_PART_LEASED = 4  # of what is left, at most one part is leased before calls need it
 _PART_AHEAD = 8  # of the limit, at most one part is leased by all routers before the first call
 _IDLE_ROUNDS = 2  # rounds between two exchanges for a tenant without calls, or more,
 _IDLE_PER_ROUND = 100  # so that a round has at most this many of them
-_ANSWERS = 100  # of which the 90th percentile is expected
-_DAY_MS = 24 * 3600 * 1000
-_KINDS = {
-    "rpm": (2000, 31),  # length of a slot in ms, and number of slots: at least 60 s
-    "tpm": (2000, 31),
-    "tpd": (_DAY_MS, 1),
-    "concurrent": (1, 0),
-    "budget": (_DAY_MS, 1),  # use of a month counts in its last day, and so until its end
-}
-_TOKENS = ("tpm", "tpd", "budget")
-
-
-def last_day_of_month(unix_ms: int) -> int:
-    """Return the last day of the calendar month (UTC) of a time, in days since 1970."""
-    first = datetime.fromtimestamp(unix_ms / 1000, UTC).date().replace(day=1)
-    next_first = (first + timedelta(days=31)).replace(day=1)
-    return (next_first - date(1970, 1, 1)).days - 1
-
-
-@dataclass(slots=True, eq=False)
-class _Lease:
-    """Lease of one limit.
-
-    Attributes:
-        taken_total: All that calls took; unlike ``spent_total`` it never falls.
-        used: Use by slot; ``changed``: slots that the bank does not have, with the exchange before.
-        asked: Amount that calls lacked since the last exchange.
-        recent: ``taken_total`` at times of the last second.
-        left, elsewhere, wait_until_ns, reset_ns: What the bank answered; ``left`` with refunds
-            and debts since then.
-        unseen: Refunds less debts since the last exchange was sent, which its answer lacks.
-    """
-
-    kind: str
-    limit: int
-    spent_total: int = 0
-    ceiling: int = 0
-    taken_total: int = 0
-    used: dict[int, int] = field(default_factory=dict)
-    changed: dict[int, int] = field(default_factory=dict)
-    asked: int = 0
-    recent: deque[tuple[int, int]] = field(default_factory=deque)
-    left: int = 0
-    elsewhere: int = 0
-    unseen: int = 0
-    wait_until_ns: int = 0
-    reset_ns: int = 0
-
-    @property
-    def have(self) -> int:
-        return max(self.ceiling - self.spent_total, 0)
-
-    def slot(self, bank_ms: int) -> int:
-        if self.kind == "budget":
-            return last_day_of_month(bank_ms)
-        slot_ms, slots = _KINDS[self.kind]
-        return bank_ms // slot_ms if slots else 0
-
-    def note(self, slot: int, amount: int, sequence: int) -> None:
-        self.used[slot] = self.used.get(slot, 0) + amount
-        self.changed[slot] = sequence
-
-    def free(self, amount: int) -> None:
-        self.left += amount
-        self.unseen += amount
-
-    def counts(self, slot: int, bank_ms: int) -> bool:
-        slot_ms, slots = _KINDS[self.kind]
-        return not slots or (slot + slots) * slot_ms > bank_ms
-
-    @property
-    def is_refused(self) -> bool:
-        """State after an exchange in which the bank lacked something that is still missing."""
-        return self.wait_until_ns > 0 and self.left + self.elsewhere <= 0
-
-    @property
-    def in_use(self) -> bool:
-        """Presence of use in the second before the last exchange, or after it."""
-        return self.taken_total > (self.recent[0][1] if self.recent else 0)
-
-    def wanted(self, ahead: int, now_ns: int) -> int:
-        """Return the amount to lease, at least ``ahead`` if it is left; note the use until now."""
-        self.recent.append((now_ns, self.taken_total))
-        while len(self.recent) > 1 and self.recent[1][0] <= now_ns - _USE_NS:
-            self.recent.popleft()
-        use = self.taken_total - self.recent[0][1]
-        return max(self.asked, min(max(2 * use, ahead), max(self.left, 0) // _PART_LEASED))
-
-
-@dataclass(slots=True, eq=False)
-class _Tenant:
-    offset_ms: int
-    known: dict[str, _Lease] = field(default_factory=dict)  # of all limits it ever had
-    leases: dict[str, _Lease] = field(default_factory=dict)  # of the limits it has
-    smallest_limit: int = 0
-    sequence: int = 0  # an answer with another one is late
-    sent_ns: int = 0
-    silent_ms: int = SILENT_MS  # by the exchange that was sent last
-    acknowledged_ns: int = 0  # when the exchange was sent that the bank answered last
-    valid_until_ns: int = 0  # before the bank takes the lease back
-    whole: bool = True
-    called: bool = False
-    stirred: bool = True  # it may be busy; else it is not, and few steps find that out
-    watched_until_ns: int = 0
-    open: int = 0
-    answers: deque[int] = field(default_factory=lambda: deque(maxlen=_ANSWERS))
-    likely_tokens: int = 0
-    local: Bank | None = None
-
-    def bank_ms(self, now_ns: int) -> int:
-        return self.offset_ms + now_ns // _MS
-
-    def is_valid(self, now_ns: int) -> bool:
-        return now_ns < self.valid_until_ns
-
-    def learn(self, answer_tokens: int) -> None:
-        self.answers.append(answer_tokens)
-        self.likely_tokens = sorted(self.answers)[len(self.answers) * 9 // 10]
-
-    def expected(self, most_tokens: int) -> int:
-        return min(most_tokens, self.likely_tokens) if self.answers else most_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -160,10 +36,10 @@ class Reservation:
         slots: Slot of each lease that it counts in.
     """
 
-    state: _Tenant
+    state: TenantLeases
     tokens: int
     choices: int
-    slots: list[tuple[_Lease, int]]
+    slots: list[tuple[Lease, int]]
     settled: bool = False
 
 
@@ -223,8 +99,8 @@ class Quotas:
     def __init__(self, router: str, offset_ms: int = 0) -> None:
         self._router = router
         self._offset_ms = offset_ms
-        self._tenants: dict[str, _Tenant] = {}
-        self._unlimited: dict[str, _Tenant] = {}  # with use from when they had limits
+        self._tenants: dict[str, TenantLeases] = {}
+        self._unlimited: dict[str, TenantLeases] = {}  # with use from when they had limits
         self._sequence = 0  # of all tenants: the banks ignore what is not newer
         self.routers = 0
         """Number of routers that share the limits without Redis; 0: Redis has the banks."""
@@ -243,11 +119,11 @@ class Quotas:
             if not its.amounts:
                 continue
             state = before.pop(tenant, None) or self._unlimited.pop(tenant, None)
-            state = self._tenants[tenant] = state or _Tenant(self._offset_ms)
+            state = self._tenants[tenant] = state or TenantLeases(self._offset_ms)
             kinds = state.leases.keys()
             state.leases = {}
             for kind, limit in its.amounts.items():
-                lease = state.known.setdefault(kind, _Lease(kind, limit, left=limit))
+                lease = state.known.setdefault(kind, Lease(kind, limit, left=limit))
                 lease.limit = limit
                 state.leases[kind] = lease
             state.smallest_limit = min(its.amounts.values())
@@ -257,7 +133,7 @@ class Quotas:
                 state.sequence = self._next()  # an answer on its way has no effect
         for tenant, state in before.items():
             state.leases = {}
-            state.local = None
+            state.alone = False
             if any(lease.used for lease in state.known.values()):
                 self._unlimited[tenant] = state
         for tenant in list(self._unlimited)[:-MAX_TENANTS]:
@@ -291,17 +167,17 @@ class Quotas:
         expected = prompt_tokens + choices * state.expected(answer_tokens)
         tokens = max(expected, least)
         for lease in state.leases.values():
-            if lease.kind in _TOKENS:
+            if lease.kind in TOKENS:
                 if least > lease.limit:
                     return Never(lease.kind, lease.limit, least)
                 tokens = min(tokens, self._limit(lease))
         valid = state.is_valid(now_ns)
         known = bool(state.acknowledged_ns) and now_ns < state.acknowledged_ns + EXCHANGE_NS
-        short: list[_Lease] = []
+        short: list[Lease] = []
         reserved = tokens
         for lease in state.leases.values():
             have = lease.have if valid else 0
-            is_tokens = lease.kind in _TOKENS
+            is_tokens = lease.kind in TOKENS
             if have >= (tokens if is_tokens else 1):
                 continue
             if is_tokens and known and lease.is_refused and have >= least:
@@ -313,7 +189,7 @@ class Quotas:
         spent_up = [lease for lease in short if known and lease.is_refused]
         if not spent_up:
             for lease in state.leases.values():
-                lease.asked += tokens if lease.kind in _TOKENS else 1
+                lease.asked += tokens if lease.kind in TOKENS else 1
         lease = max(spent_up or short, key=lambda lease: lease.wait_until_ns)
         wait_ns = max(lease.wait_until_ns - now_ns, EXCHANGE_NS)
         return Wait(wait_ns, lease.kind, lease.limit, asks=not spent_up)
@@ -343,7 +219,7 @@ class Quotas:
             if lease.kind == "concurrent":
                 lease.note(slot, -1, state.sequence)
                 lease.spent_total -= 1
-            elif lease.kind not in _TOKENS:
+            elif lease.kind not in TOKENS:
                 continue
             elif more > 0:
                 leased = min(more, lease.have)
@@ -356,18 +232,18 @@ class Quotas:
 
     def asks(self, now_ns: int) -> dict[str, Ask]:
         """Return an exchange for each tenant with use or calls, and for some of the others."""
-        found = {}
+        asks = {}
         idle = 0
         idle_ns = self._idle_ms * _MS
         for tenant, state in self._tenants.items():
             state.stirred = state.stirred and self._is_busy(state, now_ns)
             if state.stirred:
-                found[tenant] = self._ask(state, SILENT_MS, now_ns)
+                asks[tenant] = self._ask(state, SILENT_MS, now_ns)
             elif idle < _IDLE_PER_ROUND and self._is_stale(state, idle_ns, now_ns):
                 silent_ms = max(2 * SILENT_MS, 4 * self._idle_ms)
-                found[tenant] = self._ask(state, silent_ms, now_ns)
+                asks[tenant] = self._ask(state, silent_ms, now_ns)
                 idle += 1
-        return found
+        return asks
 
     def granted(self, grants: Mapping[str, Grant], now_ns: int) -> None:
         """Apply the answers of the bank; late ones have no effect."""
@@ -381,32 +257,37 @@ class Quotas:
                 self._apply(state, grant, now_ns)
 
     def leave_redis(self, routers: int) -> None:
-        """Have the banks here, with this router's part of all limits."""
+        """Count here, against this router's part of all limits."""
         if not self.routers:
             for state in self._tenants.values():
-                state.local = None
+                state.alone = False
         self.routers = max(routers, 1)
 
     def return_to_redis(self) -> None:
-        """Have the banks in Redis again, which gets all use of the meantime."""
+        """Lease from the banks in Redis again, which get all use of the meantime."""
         if self.routers:
             self.routers = 0
             for state in self._tenants.values():
-                state.local = None
+                state.alone = False
                 state.whole = True
 
     def exchange_here(self, now_ns: int) -> None:
-        """Exchange with the banks of this router. A valid lease of Redis' bank is used up first."""
+        """Lease from this router's part of the limits. A valid lease of Redis is used up first."""
         for tenant, state in self._tenants.items():
             asked = any(lease.asked for lease in state.leases.values())
-            if state.local is None:
+            if not state.alone:
                 if state.is_valid(now_ns) and not asked:
                     continue
-                state.local = Bank()
+                state.alone = True
                 state.whole = True
             if self._is_busy(state, now_ns):
                 ask = self._ask(state, SILENT_MS, now_ns)
-                grant = state.local.exchange(ask, state.bank_ms(now_ns))
+                now_ms = state.bank_ms(now_ns)
+                parts = {
+                    kind: own_part(need, state.leases[kind].used, now_ms)
+                    for kind, need in ask.needs.items()
+                }
+                grant = Grant(sequence=ask.sequence, now_ms=now_ms, parts=parts)
                 self.granted({tenant: grant}, now_ns)
 
     def standing(self, tenant: str, now_ns: int) -> dict[str, Standing]:
@@ -414,14 +295,14 @@ class Quotas:
         state = self._tenants.get(tenant)
         if state is None:
             return {}
-        found = {}
+        standings = {}
         for lease in state.leases.values():
             limit = self._limit(lease)
             reset_ns = max(lease.reset_ns - now_ns, 0)
             left = lease.have + lease.left + lease.elsewhere
             left = min(left, limit) if reset_ns else limit
-            found[lease.kind] = Standing(lease.limit, max(left, 0), reset_ns, limit - left)
-        return found
+            standings[lease.kind] = Standing(lease.limit, max(left, 0), reset_ns, limit - left)
+        return standings
 
     def watch(self, tenants: Iterable[str], now_ns: int) -> None:
         """Have the state of these tenants exchanged for some seconds, although they do not call."""
@@ -441,21 +322,21 @@ class Quotas:
         self._sequence += 1
         return self._sequence
 
-    def _limit(self, lease: _Lease) -> int:
+    def _limit(self, lease: Lease) -> int:
         return max(lease.limit // self.routers, 1) if self.routers else lease.limit
 
-    def _spend(self, state: _Tenant, tokens: int, choices: int, now_ns: int) -> Reservation:
+    def _spend(self, state: TenantLeases, tokens: int, choices: int, now_ns: int) -> Reservation:
         bank_ms = state.bank_ms(now_ns)
         slots = []
         for lease in state.leases.values():
-            amount = tokens if lease.kind in _TOKENS else 1
+            amount = tokens if lease.kind in TOKENS else 1
             slot = lease.slot(bank_ms)
             lease.spent_total += amount
             lease.taken_total += amount
             lease.note(slot, amount, state.sequence)
             slots.append((lease, slot))
             if not lease.reset_ns > now_ns:
-                slot_ms, counted = _KINDS[lease.kind]
+                slot_ms, counted = KINDS[lease.kind]
                 lease.reset_ns = now_ns + ((slot + counted) * slot_ms - bank_ms) * _MS
         state.open += 1
         return Reservation(state, tokens, choices, slots)
@@ -466,14 +347,14 @@ class Quotas:
         rounds = max(-(-len(self._tenants) // _IDLE_PER_ROUND), _IDLE_ROUNDS)
         return rounds * EXCHANGE_NS // _MS
 
-    def _ahead(self, state: _Tenant, lease: _Lease) -> int:
+    def _ahead(self, state: TenantLeases, lease: Lease) -> int:
         """Return the amount to lease ahead of calls; none if a call would lack another limit."""
         parts = _PART_AHEAD * self.live_routers
         if self.routers or state.smallest_limit < parts:
             return 0
         return lease.limit // parts
 
-    def _is_busy(self, state: _Tenant, now_ns: int) -> bool:
+    def _is_busy(self, state: TenantLeases, now_ns: int) -> bool:
         if state.open or now_ns < state.watched_until_ns:
             return True
         return any(
@@ -481,7 +362,7 @@ class Quotas:
             for lease in state.leases.values()
         )
 
-    def _is_stale(self, state: _Tenant, idle_ns: int, now_ns: int) -> bool:
+    def _is_stale(self, state: TenantLeases, idle_ns: int, now_ns: int) -> bool:
         was_busy = state.silent_ms == SILENT_MS
         if not was_busy and now_ns < state.sent_ns + idle_ns:
             return False
@@ -489,7 +370,7 @@ class Quotas:
             return True
         return any(lease.used for lease in state.leases.values())  # Redis may have lost it
 
-    def _ask(self, state: _Tenant, silent_ms: int, now_ns: int) -> Ask:
+    def _ask(self, state: TenantLeases, silent_ms: int, now_ns: int) -> Ask:
         if not state.is_valid(now_ns):
             state.whole = True  # the bank may have taken the lease back
         needs = {}
@@ -502,7 +383,7 @@ class Quotas:
                 lease.changed.pop(slot, None)
             lease.ceiling = lease.spent_total if state.whole else min(lease.ceiling, ceiling)
             names = lease.used if state.whole else lease.changed
-            slot_ms, slots = _KINDS[kind]
+            slot_ms, slots = KINDS[kind]
             needs[kind] = Need(
                 limit=self._limit(lease),
                 slot_ms=slot_ms,
@@ -525,7 +406,7 @@ class Quotas:
             silent_ms=silent_ms,
         )
 
-    def _apply(self, state: _Tenant, grant: Grant, now_ns: int) -> None:
+    def _apply(self, state: TenantLeases, grant: Grant, now_ns: int) -> None:
         state.whole = False
         state.acknowledged_ns = state.sent_ns
         state.valid_until_ns = _valid_until_ns(state.sent_ns, state.silent_ms)

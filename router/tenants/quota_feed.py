@@ -110,34 +110,34 @@ class QuotaFeed:
             LimitTooSmallError: The call exceeds the limit alone.
         """
         call = (tenant, prompt_tokens, choices, answer_tokens)
-        found = self.quotas.take(*call, monotonic_ns())
+        outcome = self.quotas.take(*call, monotonic_ns())
         tries = 0
-        while isinstance(found, Wait) and found.asks and tries < _TRIES:
+        while isinstance(outcome, Wait) and outcome.asks and tries < _TRIES:
             await self._await_exchange(at_once=tries < _AT_ONCE)
-            found = self.quotas.take(*call, monotonic_ns())
+            outcome = self.quotas.take(*call, monotonic_ns())
             tries += 1
-        if isinstance(found, Never | Wait):
-            self._on_refused(tenant, found.kind)
-        if isinstance(found, Never):
+        if isinstance(outcome, Never | Wait):
+            self._on_refused(tenant, outcome.kind)
+        if isinstance(outcome, Never):
             raise LimitTooSmallError(
-                f"the request needs {found.amount} tokens; the limit of tenant {tenant} is "
-                f"{found.limit} {_WORDS[found.kind]}; send a shorter prompt"
+                f"the request needs {outcome.amount} tokens; the limit of tenant {tenant} is "
+                f"{outcome.limit} {_WORDS[outcome.kind]}; send a shorter prompt"
             )
-        if isinstance(found, Wait) and found.kind == "budget" and not found.asks:
+        if isinstance(outcome, Wait) and outcome.kind == "budget" and not outcome.asks:
             raise BudgetSpentError(
-                f"tenant {tenant} has used its budget of {found.limit} {_WORDS[found.kind]}; an "
-                "operator can raise it with `baton tenants set`"
+                f"tenant {tenant} has used its budget of {outcome.limit} {_WORDS[outcome.kind]}; "
+                "an operator can raise it with `baton tenants set`"
             )
-        if isinstance(found, Wait):
-            spent = found.kind == "tpd" and not found.asks
+        if isinstance(outcome, Wait):
+            spent = outcome.kind == "tpd" and not outcome.asks
             kind = InsufficientQuotaError if spent else RateLimitError
-            after_s = found.ns / 1e9
+            after_s = outcome.ns / 1e9
             raise kind(
-                f"tenant {tenant} has reached its limit of {found.limit} {_WORDS[found.kind]}; "
+                f"tenant {tenant} has reached its limit of {outcome.limit} {_WORDS[outcome.kind]}; "
                 f"try again in {after_s:.1f} s",
                 retry_after_s=after_s,
             )
-        return found.reservation if isinstance(found, Taken) else None
+        return outcome.reservation if isinstance(outcome, Taken) else None
 
     async def _await_exchange(self, *, at_once: bool) -> None:
         """Wait for the next exchange, which begins ``at_once`` or at its time."""

@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.planner.planner import Planner
-from baton.planner.state import DecodeLine, Limits, Nothing, PromptLine, RoleChange, WorkerState
+from baton.planner.state import DecodeLine, Nothing, PromptLine, RoleChange, WorkerState
 from baton.registry.types import PromptSum, WorkDemand
 from baton.types.geometry import context_tokens
+from baton.types.slo import Slo
 from tests.soak import examples
 
 SECOND_NS = 1_000_000_000
 LOOK_NS = 2 * SECOND_NS
-LIMITS = Limits(ttft_s=10.0, itl_s=0.05)
+LIMITS = Slo(ttft_s=10.0, itl_s=0.05)
 PROMPT_LINE = PromptLine(token_s=1e-4)
 DECODE_LINE = DecodeLine(step_s=0.0125, row_s=1e-3)  # 30 rows within 0.85 of the limit
 FLOW = 30 / 0.0425  # tokens per second of a decode worker, within 0.85 of the limit
@@ -244,7 +245,7 @@ def test_lines_of_a_few_steps_are_not_used():
 
 
 def test_a_limit_below_one_step_is_told():
-    world = World(workers(3, 5), Planner(Limits(ttft_s=1.0, itl_s=0.01)))
+    world = World(workers(3, 5), Planner(Slo(ttft_s=1.0, itl_s=0.01)))
     world.looks(3, 4.6, 1.2)
     assert "a decode step takes 0.0125 s without any stream" in world.decisions[-1].reason
 

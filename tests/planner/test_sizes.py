@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from baton.planner.planner import Planner
 from baton.planner.sizes import SizePlanner, Wish
-from baton.planner.state import Figures, Limits, Resize
+from baton.planner.state import Figures, Resize
 from baton.registry.types import PromptSum, WorkDemand
+from baton.types.slo import Slo
 from tests.soak import examples
 
 SECOND_NS = 1_000_000_000
@@ -221,7 +222,7 @@ def test_sizes_outside_of_the_bounds_are_mended_first() -> None:
 
 def test_turns_go_before_sizes() -> None:
     """The whole planner decides on a size only if no turn is due."""
-    planner = Planner(Limits(ttft_s=TTFT_S, itl_s=0.05), SizePlanner(0, 4, {}, TTFT_S))
+    planner = Planner(Slo(ttft_s=TTFT_S, itl_s=0.05), SizePlanner(0, 4, {}, TTFT_S))
     planner.observe(demand(waiting=2), [], SECOND_NS)
     decision = planner.decide(SECOND_NS, {"prefill": 0, "decode": 0})
     assert isinstance(decision, Resize)

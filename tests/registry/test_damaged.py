@@ -8,7 +8,6 @@ import pytest
 from baton.registry.kv_events import KvEventPublisher
 from baton.registry.redis_store import Registry
 from baton.registry.router_demands import RouterDemand, RouterDemands
-from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.types import WorkerRecord
 from baton.registry.workers import RegistryWatcher
 from tests.registry.conftest import Reader, eventually
@@ -73,19 +72,17 @@ async def test_the_feed_goes_on_beside_what_is_damaged(
 async def test_names_that_are_no_text_hide_no_others(registry: Registry) -> None:
     record = WorkerRecord(worker_id="decode-0", role="decode", state="ready", epoch=1)
     await registry.register(record)
-    for kind in ("slots", "routers", "adapters"):
+    for kind in ("slots", "routers"):
         key = registry.key(kind)
         await registry.send(
             ("SADD", key, b"\xff\xfe") if kind == "slots" else ("HSET", key, b"\xff\xfe", "{}")
         )
-    await SharedAdapters(registry).put_adapters({"pirate": b"{}"})
     skipped: list[str] = []
     registry.on_skipped = skipped.append
     assert [change.worker_id for change in await RegistryWatcher(registry).poll()] == ["decode-0"]
     demands = RouterDemands(registry)
     await demands.exchange("one", RouterDemand(beat=1))
     assert list(await demands.exchange("two", RouterDemand(beat=1))) == ["one"]
-    assert list(await SharedAdapters(registry).adapters()) == ["pirate"]
     assert skipped == [repr(b"\xff\xfe")]
 
 

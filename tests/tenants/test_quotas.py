@@ -3,10 +3,12 @@
 import random
 import time
 
-from baton.tenants.bank import Ask, Bank, Grant, Need
+from baton.tenants.bank import Ask, Grant, Need
 from baton.tenants.limits import Limits
 from baton.tenants.quotas import SharedQuotas
+from router.tenants.lease import own_part
 from router.tenants.quota import EXCHANGE_NS, Quotas, Taken
+from tests.tenants.bank import Bank
 
 START_MS = 1_790_000_000_000
 KINDS = {"tpm": (1000, 61, 500), "tpd": (86_400_000, 1, 3000), "concurrent": (1, 0, 9)}
@@ -58,6 +60,24 @@ async def test_the_script_computes_what_the_bank_computes(registry) -> None:
             elsewhere += any(p.elsewhere and p.wait_ms for p in found.parts.values())
     assert granted > 200 and refused > 200 and unknown > 50, "all outcomes occurred"
     assert elsewhere > 50
+
+
+def test_a_router_alone_has_what_a_bank_without_other_routers_grants() -> None:
+    granted = refused = 0
+    for seed in range(500):
+        rng = random.Random(seed)
+        kind = rng.choice(sorted(KINDS))
+        need = some_need(rng, kind, START_MS)
+        slot = START_MS // need.slot_ms if need.slots else 0
+        ages = range(need.slots) if need.slots else (0,)
+        used = {slot - rng.choice(ages): rng.randrange(-20, 400) for _ in range(rng.randrange(4))}
+        need.used = {str(at): amount for at, amount in used.items()}
+        ask = Ask(router="a", sequence=1, elapsed_ms=0, whole=True, needs={kind: need})
+        part = own_part(need, used, START_MS)
+        assert part == Bank().exchange(ask, START_MS).parts[kind], (seed, need)
+        granted += part.ceiling > need.spent_total
+        refused += part.wait_ms > 0
+    assert granted > 100 and refused > 100, "both outcomes occurred"
 
 
 async def test_exchanges_go_by_redis_clock_and_tenants_are_apart(registry) -> None:

@@ -37,7 +37,7 @@ from router.frontend.http.connection import Deliveries
 from router.frontend.http.encodings import BodyTooLargeError, Gunzip, utf8_of
 from router.lanes.gate import GateBook
 from router.lanes.lane_table import LaneTable
-from router.lanes.route_table import RouteMirror
+from router.lanes.route_table import SyncedRoutes
 from router.lanes.shadow import Shadows
 from router.routing.checks.answers import AnswerChecks
 from router.routing.checks.grammars import GrammarChecker
@@ -95,7 +95,7 @@ class RouterParts:
     usage: UsageFeed
     refused_logins: RefusedLogins
     lanes: "LaneTable[RouterParts]"
-    routes: RouteMirror
+    routes: SyncedRoutes
     gates: GateBook
     shadows: Shadows
     audit: AuditLog | None = None
@@ -128,7 +128,7 @@ class RouterParts:
         routes_file = Path(settings.state_dir) / "routes.json" if settings.state_dir else None
         made = cls(
             lanes=LaneTable(),
-            routes=RouteMirror(shared_routes, routes_file, observer.task_failed),
+            routes=SyncedRoutes(shared_routes, routes_file, observer.task_failed),
             gates=gates,
             shadows=Shadows(gates, metrics, tasks),
             settings=settings,

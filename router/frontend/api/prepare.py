@@ -11,6 +11,7 @@ from baton.text.tools import Tool
 from baton.types.errors import InvalidRequestError, PromptTooLongError
 from baton.types.params import SamplingParams
 from baton.types.prompt_outputs import bytes_per_row
+from baton.types.slo import Slo
 from router.frontend.access import access_of
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.completion import MAX_PROMPTS, CompletionBody
@@ -23,7 +24,7 @@ from router.frontend.api.structured_output import checked_schema
 from router.frontend.api.tool_use.offered import messages_of, must_call, offered
 from router.frontend.off_loop import TENANT
 from router.frontend.slo import slo_of
-from router.request import GenerationRequest, Mode, Routed, Shown, Slo, part_id
+from router.request import GenerationRequest, Mode, Routed, Shown, part_id
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 

@@ -18,10 +18,11 @@ from pydantic import Field, ValidationError
 
 from baton.registry.admin_commands import Orders
 from baton.registry.redis_store import RegistryUnavailableError
+from baton.registry.shared_adapters import AdapterEntry
 from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.gates import MAX_GOLDEN, GoldenPrompt, GoldenRound
 from baton.types.routes import NameRoute, RouteTable
-from router.adapter_table import AdapterEntry
+from baton.types.versioned import TableChangeError
 from router.frontend.access import check_change, check_operator, who_of
 from router.frontend.api.bodies.common import OperatorBody
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
@@ -31,7 +32,6 @@ from router.frontend.operators.gates.golden import GoldenRunner, golden_of
 from router.frontend.operators.gates.report import gate_state, round_state
 from router.frontend.operators.gates.warm import warm
 from router.lanes.routes import (
-    RouteChangeError,
     leads_to,
     models_of,
     promoted,
@@ -166,8 +166,8 @@ async def _change(
 ) -> tuple[RouteTable, RouteTable]:
     """Change the table of all routers; return the tables before and after."""
     try:
-        return await router.routes.change(edit)
-    except RouteChangeError as error:
+        return await router.routes.change(lambda table, _: edit(table))
+    except TableChangeError as error:
         raise InvalidRequestError(str(error)) from error
     except RegistryUnavailableError as error:
         raise UnavailableError(
@@ -217,7 +217,7 @@ def _edited(router: RouterParts, table: RouteTable, body: _ChangeBody, now_ms: i
     if body.verb == "remove":
         return without(table, body.name)
     if body.verb in ("alias", "canary", "shadow") and body.model is None:
-        raise RouteChangeError(f"{body.verb} needs a model")
+        raise TableChangeError(f"{body.verb} needs a model")
     model = router.lanes.own_name(body.model or "")
     if (entry := router.lanes.entry(table, body.name)) is not None:
         table = with_entry(table, body.name, entry)
@@ -239,10 +239,10 @@ def _edited(router: RouterParts, table: RouteTable, body: _ChangeBody, now_ms: i
     for name in sorted(models_of(entry) - {entry.previous}):
         if not router.lanes.serves(name):
             served = ", ".join(router.lanes.served_names())
-            raise RouteChangeError(f"{name} is not served; this fleet serves {served}")
+            raise TableChangeError(f"{name} is not served; this fleet serves {served}")
         adapter = router.lanes.of(name).model.adapters.find(name)
         if adapter is not None and adapter.owner:
-            raise RouteChangeError(
+            raise TableChangeError(
                 f"{name} is an adapter of the tenant {adapter.owner}; a name needs an adapter that "
                 "all tenants may use"
             )

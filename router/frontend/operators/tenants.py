@@ -21,11 +21,12 @@ from baton.registry.redis_store import RegistryUnavailableError
 from baton.tenants.erasures import Erasures
 from baton.tenants.limits import Limits
 from baton.types.errors import InvalidRequestError, UnavailableError
+from baton.types.versioned import TableChangeError
 from router.frontend.access import access_of, check_change
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.audited import audited
 from router.frontend.operators.deletion.command import delete_tenant
-from router.tenants.limits_table import LimitsChangeError, LimitsMirror
+from router.tenants.limits_table import SyncedLimits
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ _TENANT: TypeAdapter[str] = TypeAdapter(Tenant)
 
 
 def routes(
-    router: RouterParts, mirror: LimitsMirror | None, erasures: Erasures | None = None
+    router: RouterParts, synced: SyncedLimits | None, erasures: Erasures | None = None
 ) -> Endpoints:
     """Return the endpoints of tenants' limits. Changes are for operators."""
     api = Endpoints()
@@ -45,7 +46,7 @@ def routes(
     def check(request: Request) -> None:
         check_change(request.headers, router.settings)
 
-    async def change(given: dict[str, Any], tenant: str, mirror: LimitsMirror) -> Limits:
+    async def change(given: dict[str, Any], tenant: str, synced: SyncedLimits) -> Limits:
         """Change the given limits of a tenant; return the new ones."""
         made: list[Limits] = []
         if not given:
@@ -57,7 +58,7 @@ def routes(
             return made[-1] if made[-1] != Limits() else None
 
         with _told():
-            await mirror.change(tenant, edited)
+            await synced.change_tenant(tenant, edited)
             keep_s = made[-1].keep_s
             if keep_s is not None and router.stored_responses is not None:
                 await router.stored_responses.shorten(tenant, keep_s)
@@ -101,10 +102,10 @@ def routes(
             given = msgspec.json.decode(await read_body(request, router), type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise InvalidRequestError.at("body", str(error)) from error
-        if mirror is None:
+        if synced is None:
             raise UnavailableError(_NO_REDIS)
-        before = mirror.table.tenants.get(name)
-        limits = await change(given, name, mirror)
+        before = synced.table.tenants.get(name)
+        limits = await change(given, name, synced)
         was = msgspec.to_builtins(before) if before is not None else None
         after = msgspec.to_builtins(limits)
         await audited(router, request, "tenants set", name, before=was, after=after)
@@ -114,10 +115,10 @@ def routes(
     async def delete(request: Request, tenant: str) -> dict[str, Any]:
         """Delete a tenant's limits, data and KV, and return the receipt."""
         check(request)
-        if mirror is None or erasures is None:
+        if synced is None or erasures is None:
             raise UnavailableError(_NO_REDIS)
         with _told():
-            receipt = await delete_tenant(router, mirror, erasures, _checked(tenant))
+            receipt = await delete_tenant(router, synced, erasures, _checked(tenant))
         _LOG.info("deleted tenant=%s deletion=%s", tenant, receipt["deletion"])
         await audited(router, request, "tenants delete", tenant, after=receipt)
         return receipt
@@ -148,7 +149,7 @@ def _told() -> Iterator[None]:
             "the fleet's Redis is unavailable, so routers keep the last known limits; repeat "
             "the command when it answers"
         ) from error
-    except LimitsChangeError as error:
+    except TableChangeError as error:
         raise InvalidRequestError(str(error)) from error
 
 

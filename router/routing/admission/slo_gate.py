@@ -21,7 +21,7 @@ from itertools import islice
 from math import ceil, exp, expm1, inf
 from typing import NamedTuple
 
-from router.request import Slo
+from baton.types.slo import Slo
 from router.routing.admission.promises import Promises
 from router.routing.placement.cost import STEP_SHARE_PER_STREAM, Candidate
 

@@ -7,7 +7,8 @@ from time import monotonic_ns
 from baton.types.block_hashes import HASH_BYTES
 from baton.types.errors import SloUnreachableError
 from baton.types.geometry import BLOCK_TOKENS
-from router.request import GenerationRequest, Slo
+from baton.types.slo import Slo
+from router.request import GenerationRequest
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
 from router.routing.admission.slo_gate import SloGate, Verdict

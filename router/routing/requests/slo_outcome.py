@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from baton.types.errors import SloUnreachableError
 from baton.types.geometry import context_tokens
-from router.request import Slo
+from baton.types.slo import Slo
 from router.routing.placement.placer import Placement
 from router.routing.requests.active_request import ActiveRequest
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from baton.engine.emulated_timing import EPYC_135M
 from baton.planner.state import Resize
+from baton.types.slo import Slo as RequestSlo
 from fleet.cli.main import app
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.goodput import Goodput, goodput
@@ -27,7 +28,6 @@ from loadtest.simulator.simulation import Setup, Simulation
 from loadtest.simulator.worker import SimulatedWorker
 from loadtest.workloads.days import days
 from loadtest.workloads.traces import TraceRequest, read_trace
-from router.request import Slo as RequestSlo
 from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_sources import Source
 from tests.soak import examples

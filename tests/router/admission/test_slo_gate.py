@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.request import Slo
+from baton.types.slo import Slo
 from router.routing.admission.promises import HOLD_S
 from router.routing.admission.slo_gate import (
     HEADROOM,

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from baton.config.clients import ApiKeyConfig, SloConfig
-from router.request import Slo
+from baton.types.slo import Slo
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
 

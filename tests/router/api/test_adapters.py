@@ -11,18 +11,22 @@ import torch
 from batonpb.common_pb2 import Capabilities
 
 from baton.config.clients import ApiKeyConfig
-from baton.registry.redis_store import Registry, RegistryUnavailableError
-from baton.registry.shared_adapters import SharedAdapters
+from baton.registry.redis_store import Registry
+from baton.registry.shared_adapters import AdapterEntry, LoadedAdapters, SharedAdapters
 from baton.tenants.audit.inbox import AuditInbox
 from baton.tenants.audit.log import AuditLog
-from baton.types.errors import AdapterExistsError, InvalidRequestError, ModelNotFoundError
-from fleet.local.redis_server import EmbeddedRedis
-from router.adapter_table import AdapterEntry, AdapterTable
+from baton.types.errors import AdapterExistsError, InvalidRequestError, UnavailableError
+from router.adapter_table import AdapterTable
 from router.routing.placement.prompt_hashes import HashSeedCache
 from router.served_model import ServedModel
 from tests.engine.lora_files import write_adapter
+from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.conftest import OPS as FLEET
+
+__all__ = ["redis_server", "registry"]
+
+GONE = Registry("redis://127.0.0.1:1", "test")
 
 
 @pytest.fixture
@@ -261,14 +265,18 @@ async def test_adapters_are_loaded_from_below_their_folder_alone(
     assert "adapters: {folder: FOLDER}" in (await load(fleet, "a", path, OPS)).text
 
 
-async def test_an_owner_is_known_to_every_router_and_after_a_restart(artifact, folders, tmp_path):
+async def test_an_owner_is_known_to_every_router_and_after_a_restart(
+    artifact, folders, tmp_path, registry
+):
     one = AdapterTable(artifact.config, folder=str(folders))
-    one.start(None, tmp_path / "adapters.json")
+    await one.start(SharedAdapters(registry), tmp_path / "adapters.json")
     await one.load("one/pirate", "pirate", "one")
     again = AdapterTable(artifact.config, folder=str(folders))
-    again.start(None, tmp_path / "adapters.json")
+    await again.start(SharedAdapters(GONE), tmp_path / "adapters.json")
     assert again.find("one/pirate", "one") == one.find("one/pirate") is not None
     assert again.find("one/pirate", "two") is None and again.served("two") == []
+    await one.close()
+    await again.close()
 
 
 def test_names_of_blocks_differ_by_adapter(artifact, served):
@@ -295,53 +303,74 @@ async def test_adapters_of_the_fleet_file_are_there_at_once_and_stay(artifact, p
         await off.load("pirate", str(path))
 
 
-async def test_routers_share_the_table_and_heal_an_emptied_redis(artifact, path, tmp_path):
-    server = EmbeddedRedis()
-    server.start()
-    registry = Registry(server.url, "test")
-    shared = SharedAdapters(registry)
+async def test_routers_share_the_table_and_heal_an_emptied_redis(
+    artifact, path, tmp_path, registry
+):
+    file = tmp_path / "adapters.json"
     one, two = (AdapterTable(artifact.config, folder="/") for _ in range(2))
-    one.start(None, tmp_path / "adapters.json")
-    try:
-        await one.load("pirate", str(path))
-        await one.exchange(shared)
-        await two.exchange(shared)
-        assert two.served() == one.served() != []
-        await registry.send(("FLUSHALL",))
-        await two.exchange(shared)
-        assert list(await shared.adapters()) == ["pirate"]
-        await two.unload("pirate")
-        await two.exchange(shared)
-        await one.exchange(shared)
-        assert one.served() == []
-        await one.load("pirate", str(path))
-        await one.exchange(shared)
-        await two.exchange(shared)
-        assert [entry.name for entry in two.served()] == ["pirate"], "the newest change wins"
-    finally:
-        await registry.close()
-        server.stop()
-    with pytest.raises(RegistryUnavailableError):
-        await one.exchange(shared)
-    again = AdapterTable(artifact.config)
-    again.start(None, tmp_path / "adapters.json")
-    assert again.served() == one.served(), "a restart while Redis is away"
-    renamed = AdapterTable(artifact.config, ("pirate",))
-    renamed.start(None, tmp_path / "adapters.json")
-    assert renamed.find("pirate") is None, "the model has that name now, and keeps it"
-    assert renamed.served() == []
+    await one.start(SharedAdapters(registry), file)
+    await two.start(SharedAdapters(registry))
+    await one.load("pirate", str(path))
+    await until(lambda: two.served() == one.served() != [])
+    await registry.send(("FLUSHALL",))
+    for _ in range(100):
+        table, _ = await SharedAdapters(registry).read(LoadedAdapters())
+        if table is not None and list(table.entries) == ["pirate"]:
+            break
+        await asyncio.sleep(0.05)
+    else:
+        pytest.fail("Redis did not get the table again")
+    await two.unload("pirate")
+    await until(lambda: one.served() == [])
+    await one.load("pirate", str(path))
+    await until(lambda: [entry.name for entry in two.served()] == ["pirate"])
+    await one.close()
+    await two.close()
+    for reserved, served in (((), one.served()), (("pirate",), [])):
+        again = AdapterTable(artifact.config, reserved)
+        await again.start(SharedAdapters(GONE), file)
+        assert again.served() == served, "a restart while Redis is away"
+        await again.close()
 
 
-async def test_a_name_that_was_taken_away_is_forgotten_after_a_day(artifact, tmp_path):
-    old = AdapterEntry(name="old", changed_ms=1, gone=True)
-    (tmp_path / "adapters.json").write_text(
-        json.dumps([{"name": "old", "changed_ms": 1, "gone": True}])
-    )
+async def test_without_redis_no_adapter_changes(artifact, path):
+    table = AdapterTable(artifact.config, folder="/")
+    await table.start(SharedAdapters(GONE))
+    with pytest.raises(UnavailableError, match="shared through Redis"):
+        await table.load("pirate", str(path))
+    assert table.served() == []
+    await table.close()
+
+
+@pytest.mark.parametrize("where", ["redis", "disk"])
+async def test_adapters_of_an_earlier_version_stay_loaded(artifact, tmp_path, registry, where):
+    entries = {
+        "kept": {"name": "kept", "digest": "ab", "path": "/kept", "changed_ms": 7},
+        "gone": {"name": "gone", "changed_ms": 9, "gone": True},
+    }
+    file = tmp_path / "adapters.json"
+    if where == "disk":
+        file.write_text(json.dumps(list(entries.values())))
+    else:
+        fields = [part for name, entry in entries.items() for part in (name, json.dumps(entry))]
+        await registry.send(("HSET", registry.key("adapters"), "damaged", "{", *fields))
     table = AdapterTable(artifact.config)
-    table.start(None, tmp_path / "adapters.json")
-    assert old.name not in table._shared
-    with pytest.raises(ModelNotFoundError):
-        await table.unload("old")
+    await table.start(SharedAdapters(registry), file)
+    kept = AdapterEntry(name="kept", digest="ab", path="/kept", changed_ms=7)
+    assert table.served() == [kept]
+    version: bytes | None = None
+    for _ in range(100):
+        (version,) = await registry.send(("HGET", registry.key("adapters:table"), "version"))
+        if version:
+            break
+        await asyncio.sleep(0.05)
+    assert version == b"9"
+    reader = AdapterTable(artifact.config)
+    await registry.send(("DEL", registry.key("adapters")))
+    await reader.start(SharedAdapters(registry))
+    assert reader.served() == [kept]
+    await table.close()
+    await reader.close()
 
 
 async def test_the_exchange_goes_on_after_a_fault(artifact, monkeypatch):
@@ -350,60 +379,27 @@ async def test_the_exchange_goes_on_after_a_fault(artifact, monkeypatch):
     class Stumbling:
         looks = 0
 
-        async def adapters(self):
+        async def read(self, known):
             self.looks += 1
             if self.looks == 1:
                 raise ValueError("by design")
-            return {}
+            return known, 0
 
-    monkeypatch.setattr("router.adapter_table.POLL_S", 0.01)
+    monkeypatch.setattr("router.synced_table.POLL_S", 0.01)
     shared, table, failures = Stumbling(), AdapterTable(artifact.config), []
-    table.count_failure = failures.append
-    table.start(shared)
+    await table.start(shared, None, failures.append)
     await until(lambda: shared.looks > 2)
     await table.close()
     assert failures == ["adapters"]
 
 
-async def test_names_that_were_taken_away_leave_redis_too_after_a_day(artifact, path, tmp_path):
-    """They stayed for ever, and each router wrote its file anew with every look at them."""
-    server = EmbeddedRedis()
-    server.start()
-    registry = Registry(server.url, "test")
-    shared = SharedAdapters(registry)
-    file = tmp_path / "adapters.json"
-    table = AdapterTable(artifact.config, folder="/")
-    table.start(None, file)
-    try:
-        await table.load("kept", str(path))
-        old = AdapterEntry(name="old", changed_ms=1, gone=True)
-        await shared.put_adapters(
-            {"old": json.dumps({"name": "old", "changed_ms": 1, "gone": True}).encode()}
-        )
-        await table.exchange(shared)
-        assert sorted(await shared.adapters()) == ["kept"]
-        file.unlink()
-        for _ in range(3):
-            await shared.put_adapters(
-                {"old": json.dumps({"name": "old", "changed_ms": 1, "gone": True}).encode()}
-            )
-            await table.exchange(shared)
-        assert not file.exists(), "nothing has changed"
-        assert old.name not in table._shared
-    finally:
-        await registry.close()
-        server.stop()
-
-
-async def test_names_that_come_and_go_are_bounded(artifact, folders, monkeypatch):
+async def test_names_that_come_and_go_leave_nothing(artifact, folders, registry):
     """A tenant's key made every router read a table that grew with each name it made up."""
-    monkeypatch.setattr("router.adapter_table.MAX_REMEMBERED_OF_A_TENANT", 5, raising=False)
     table = AdapterTable(artifact.config, folder=str(folders))
+    await table.start(SharedAdapters(registry))
     for number in range(5):
         await table.load(f"one/{number}", "pirate", "one")
         await table.unload(f"one/{number}", "one")
-    with pytest.raises(InvalidRequestError, match="within a day"):
-        await table.load("one/more", "pirate", "one")
-    assert (await table.load("one/3", "pirate", "one")).name == "one/3"
-    assert (await table.load("two/pirate", "poet", "two")).name == "two/pirate"
-    assert len(table._shared) == 6
+    shared, _ = await SharedAdapters(registry).read(LoadedAdapters())
+    assert shared is not None and shared.version and shared.entries == {}
+    await table.close()

@@ -14,12 +14,13 @@ import msgspec
 import pytest
 
 from baton.config.clients import ApiKeyConfig
+from baton.registry.shared_adapters import AdapterEntry
 from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.tenants.key_record import issue, new_key
 from baton.tenants.shared_keys import SharedKeys
 from baton.tenants.shared_limits import SharedLimits
 from baton.tenants.usage.shared import SharedUsage
-from router.adapter_table import AdapterEntry, AdapterTable
+from router.adapter_table import AdapterTable
 from router.served_model import ServedModel
 from router.tenants.key_table import KeyTable
 from tests.registry.conftest import redis_server, registry
@@ -235,7 +236,7 @@ async def test_no_route_shows_a_stranger_anything_of_a_tenant(everything):
     """Another tenant, no key, an expired and a revoked one: nothing leaks and nothing is lost."""
     fleet = everything
     adapters = fleet.router.model.adapters
-    adapters._adopt([AdapterEntry(name=ADAPTER, owner=VIOLET, digest="00" * 16, changed_ms=2**60)])
+    adapters._loaded = {ADAPTER: AdapterEntry(name=ADAPTER, owner=VIOLET, digest="00" * 16)}
     things = Things(fleet)
     await things.make()
     assert await things.all_there()

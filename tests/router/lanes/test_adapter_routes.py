@@ -144,8 +144,8 @@ async def test_golden_prompts_of_an_adapter_are_its_own(fleet: Fleet) -> None:
 
 async def test_a_private_adapter_answers_no_name(fleet: Fleet, paths, artifact) -> None:
     adapters = fleet.router.model.adapters
-    entry = await asyncio.to_thread(adapters._read, "t/own", str(paths["red"]), 1)
-    adapters._adopt([msgspec.structs.replace(entry, owner="t")])
+    entry = await asyncio.to_thread(adapters._read, "t/own", str(paths["red"]))
+    adapters._loaded = {"t/own": msgspec.structs.replace(entry, owner="t")}
     refused = await change(fleet, "alias", "chat", model="t/own")
     assert refused.status_code == 400
     assert "t/own is an adapter of the tenant t" in refused.text

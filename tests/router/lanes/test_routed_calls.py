@@ -13,7 +13,7 @@ from baton.tenants.usage.bill import IDLE
 from baton.tenants.usage.ledger import HOUR_S, WORKERS, Ledger, RowName
 from baton.tenants.usage.shared import SharedUsage
 from baton.types.routes import RouteTable
-from router.lanes.route_table import RouteMirror
+from router.lanes.route_table import SyncedRoutes
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import OPS, until
 from tests.router.lanes.conftest import OTHER, TwoLanes
@@ -169,7 +169,7 @@ async def test_other_routers_follow_within_a_second_and_restore_what_redis_lost(
     lanes: TwoLanes, registry, tmp_path
 ) -> None:
     file = tmp_path / "routes.json"
-    follower = RouteMirror(SharedRoutes(registry), file)
+    follower = SyncedRoutes(SharedRoutes(registry), file)
     await follower.start()
     await change(lanes, "alias", "chat", model=OTHER)
     await until(lambda: "chat" in follower.table.names, 1.0)
@@ -187,7 +187,7 @@ async def test_other_routers_follow_within_a_second_and_restore_what_redis_lost(
         await asyncio.sleep(0.05)
     assert await restored()
     await follower.close()
-    again = RouteMirror(SharedRoutes(registry), file)
+    again = SyncedRoutes(SharedRoutes(registry), file)
     await again.start()
     assert again.table == follower.table
     await again.close()

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.types.routes import NameRoute, RouteTable
+from baton.types.versioned import TableChangeError
 from router.lanes.routes import (
     Route,
-    RouteChangeError,
     models_of,
     promoted,
     rolled_back,
@@ -127,7 +127,7 @@ def test_a_model_can_have_a_canary_under_its_own_name() -> None:
     ],
 )
 def test_changes_that_make_no_sense_are_refused(change, problem: str) -> None:
-    with pytest.raises(RouteChangeError, match=problem):
+    with pytest.raises(TableChangeError, match=problem):
         change()
 
 
@@ -152,7 +152,7 @@ class Changes(RuleBasedStateMachine):
         before = self.table
         try:
             self.table = change(before)
-        except RouteChangeError:
+        except TableChangeError:
             assert self.table is before
             return False
         return True

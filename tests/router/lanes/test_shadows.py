@@ -11,10 +11,10 @@ from baton.registry.shared_routes import SharedRoutes
 from baton.tenants.usage.shared import SharedUsage
 from baton.types.gates import Evidence, Tally
 from baton.types.routes import NameRoute, RouteTable
+from baton.types.versioned import TableChangeError
 from router.lanes.comparison import bucket_of
 from router.lanes.gate import Gate, Outcome
 from router.lanes.routes import (
-    RouteChangeError,
     rolled_back,
     route,
     thrown_out,
@@ -205,7 +205,7 @@ async def test_nothing_is_copied_while_the_shadow_has_no_worker(lanes: TwoLanes)
 
 async def test_a_shadow_that_is_served_no_more_fails_no_request(lanes: TwoLanes) -> None:
     routes = lanes.fleet.router.routes
-    await routes.change(lambda table: with_shadow(table, "smollm2", "unloaded-adapter", 1.0))
+    await routes.change(lambda table, _: with_shadow(table, "smollm2", "unloaded-adapter", 1.0))
     assert (await lanes.fleet.complete("hi", max_tokens=2, **PLAIN)).status_code == 200
 
 
@@ -293,12 +293,12 @@ def test_copies_follow_conversations_and_their_share() -> None:
 
 @pytest.mark.parametrize("share", [None, 0.0, 1.5])
 def test_a_shadow_needs_a_share(share: float | None) -> None:
-    with pytest.raises(RouteChangeError, match="needs a share above 0"):
+    with pytest.raises(TableChangeError, match="needs a share above 0"):
         with_shadow(RouteTable(), "chat", "v2", share)
 
 
 def test_a_shadow_does_not_copy_its_own_requests() -> None:
-    with pytest.raises(RouteChangeError, match="v2 already answers"):
+    with pytest.raises(TableChangeError, match="v2 already answers"):
         with_shadow(with_alias(RouteTable(), "chat", "v2"), "chat", "v2", 0.1)
 
 
@@ -308,9 +308,9 @@ def test_a_shadow_that_was_ended_can_begin_again_and_its_end_is_no_rollback() ->
     ended = thrown_out(table, "chat", entry, "6 of 6 requests failed")
     assert ended.names["chat"].candidate == ""
     assert route(ended, "chat", "t", str, lambda _: True).why == "alias"
-    with pytest.raises(RouteChangeError, match="no longer the shadow"):
+    with pytest.raises(TableChangeError, match="no longer the shadow"):
         thrown_out(ended, "chat", entry, "again")
-    with pytest.raises(RouteChangeError, match="nothing to roll back"):
+    with pytest.raises(TableChangeError, match="nothing to roll back"):
         rolled_back(ended, "chat")
     again = with_shadow(ended, "chat", "v2", 0.5, now_ms=8)
     assert (again.names["chat"].since_ms, again.names["chat"].reason) == (8, "")

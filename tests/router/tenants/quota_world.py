@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.tenants.bank import Ask, Bank, Grant
+from baton.tenants.bank import Ask, Grant
 from baton.tenants.limits import Limits
 from router.tenants.quota import EXCHANGE_NS, Quotas, Reservation, Taken, Wait
+from tests.tenants.bank import Bank
 
 TENANT = "team"
 MS = 1_000_000

@@ -8,10 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from baton.tenants.bank import SILENT_MS, Bank
+from baton.tenants.bank import SILENT_MS
 from baton.tenants.limits import Budget, Limits
 from router.tenants.quota import EXCHANGE_NS, Never, Quotas, Taken, Wait
 from tests.router.tenants.quota_world import MS, START_MS, TENANT, World
+from tests.tenants.bank import Bank
 
 
 def test_a_tenant_without_limits_has_nothing_to_take() -> None:

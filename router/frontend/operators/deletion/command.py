@@ -16,7 +16,7 @@ from baton.tenants.erasures import Erasures
 from baton.tenants.shared_limits import MAX_TENANTS, LimitsTable
 from baton.types.block_hashes import tag_of
 from router.frontend.api.parts import RouterParts
-from router.tenants.limits_table import LimitsMirror
+from router.tenants.limits_table import SyncedLimits
 
 LIMIT_S = 20.0
 """Time after which routers and workers that have not reported are named in the receipt."""
@@ -28,12 +28,12 @@ _ERRORS = {
 
 
 async def delete_tenant(
-    router: RouterParts, mirror: LimitsMirror, erasures: Erasures, tenant: str
+    router: RouterParts, synced: SyncedLimits, erasures: Erasures, tenant: str
 ) -> dict[str, Any]:
     """Delete a tenant's limits, data and KV, and return the receipt.
 
     Raises:
-        LimitsChangeError, RegistryUnavailableError: Nothing was deleted.
+        TableChangeError, RegistryUnavailableError: Nothing was deleted.
     """
     shared = router.settings.share_cache
     made: list[tuple[Deletion, bool]] = []
@@ -45,7 +45,7 @@ async def delete_tenant(
         forgotten = _forgetting(before.forgotten, tenant, deletion, shared=shared)
         return msgspec.structs.replace(before, tenants=kept, forgotten=forgotten)
 
-    await mirror.change_table(edit)
+    await synced.change(edit)
     deletion, had_limits = made[-1]
     source = router.settings.tenants_file
     in_file = source is not None and source.is_used and tenant in router.settings.policies.all

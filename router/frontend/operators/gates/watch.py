@@ -8,10 +8,11 @@ from baton.registry.gates import SharedGates
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.types.errors import ModelNotFoundError
 from baton.types.routes import NameRoute
+from baton.types.versioned import TableChangeError
 from router.frontend.api.parts import RouterParts
 from router.frontend.operators.gates.golden import GoldenRunner, golden_of
 from router.lanes.gate import Gate
-from router.lanes.routes import RouteChangeError, route_entry, thrown_out
+from router.lanes.routes import route_entry, thrown_out
 
 _LOG = logging.getLogger(__name__)
 
@@ -118,9 +119,9 @@ class GateWatch:
         model = tried.candidate
         try:
             before, after = await routes.change(
-                lambda table: thrown_out(table, name, tried, gate.reason)
+                lambda table, _: thrown_out(table, name, tried, gate.reason)
             )
-        except RouteChangeError:  # another router or an operator was faster
+        except TableChangeError:  # another router or an operator was faster
             self._ended_here.pop(name, None)
             return
         except RegistryUnavailableError:

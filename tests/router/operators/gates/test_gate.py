@@ -5,9 +5,10 @@ import pytest
 from baton.config.golden_file import GoldenFileError, read_golden
 from baton.types.gates import Evidence, GoldenPrompt, GoldenRound, Tally
 from baton.types.routes import NameRoute, RouteTable
+from baton.types.versioned import TableChangeError
 from router.lanes.gate import EVERY_NS, Gate, GateBook, Outcome
 from router.lanes.golden import GoldenAnswer, difference
-from router.lanes.routes import RouteChangeError, route, thrown_out, with_alias, with_canary
+from router.lanes.routes import route, thrown_out, with_alias, with_canary
 
 CANARY = NameRoute(target="v1", canary="v2", share=0.1, since_ms=7)
 
@@ -110,10 +111,10 @@ def test_a_canary_that_was_thrown_out_leaves_its_reason_until_the_next_change() 
     found = route(out, "chat", "t", str, lambda _: True)
     assert (found.model, found.why) == ("chat", "rollback: golden prompt 'a': wrong")
     assert out.names["chat"].thrown_out == "v2"
-    with pytest.raises(RouteChangeError, match="no longer the canary"):
+    with pytest.raises(TableChangeError, match="no longer the canary"):
         thrown_out(out, "chat", entry, "again")
     newer = with_canary(RouteTable(), "chat", "v2", 1.0, now_ms=6)
-    with pytest.raises(RouteChangeError, match="no longer the canary"):
+    with pytest.raises(TableChangeError, match="no longer the canary"):
         thrown_out(newer, "chat", entry, "of another rollout")
     again = with_canary(out, "chat", "v2", 0.5, now_ms=8)
     assert not again.names["chat"].thrown_out

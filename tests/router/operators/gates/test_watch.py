@@ -18,7 +18,7 @@ from baton.tenants.audit.inbox import AuditInbox
 from baton.tenants.audit.log import AuditLog
 from baton.types.gates import Evidence, GoldenRound, Tally
 from fleet.local.redis_server import EmbeddedRedis
-from router.lanes.route_table import RouteMirror
+from router.lanes.route_table import SyncedRoutes
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import OPS, until
 from tests.router.emulated_worker import Script, answer_token
@@ -76,7 +76,7 @@ async def test_a_wrong_answer_in_traffic_takes_the_canary_out_of_every_router(
     lanes: TwoLanes, registry, caplog, tmp_path
 ) -> None:
     """The worker of the canary begins to give wrong answers while it serves."""
-    follower = RouteMirror(SharedRoutes(registry))
+    follower = SyncedRoutes(SharedRoutes(registry))
     await follower.start()
     await change(lanes, "gate", OTHER, golden=[GOLDEN])
     await change(lanes, "canary", "smollm2", model=OTHER, share=1.0)
@@ -190,7 +190,7 @@ async def test_without_redis_a_router_stops_sending_to_a_canary_that_fails(
     lanes: TwoLanes, registry, redis_server, caplog, tmp_path
 ) -> None:
     """The others follow when Redis answers."""
-    follower = RouteMirror(SharedRoutes(registry))
+    follower = SyncedRoutes(SharedRoutes(registry))
     await follower.start()
     await change(lanes, "canary", "smollm2", model=OTHER, share=1.0)
     router = lanes.fleet.router
@@ -296,7 +296,7 @@ async def test_golden_prompts_survive_a_redis_that_lost_them(lanes: TwoLanes, re
     await change(lanes, "gate", OTHER, golden=[GOLDEN])
     raw = (await registry.send(("HGET", registry.key("routes"), "golden")))[0]
     assert json.loads(raw)[OTHER][0]["tokens"] == RIGHT
-    follower = RouteMirror(SharedRoutes(registry))
+    follower = SyncedRoutes(SharedRoutes(registry))
     await follower.start()
     assert follower.table.golden[OTHER][0].tokens == tuple(RIGHT)
     await follower.close()
