@@ -154,7 +154,7 @@ class FramePuller:
         """
         machine = self._machine
         epoch = attempt.epoch
-        wanted = [one for one in kv_slices if machine.frame_arrived(one, epoch)]
+        wanted = [kv_slice for kv_slice in kv_slices if machine.frame_arrived(kv_slice, epoch)]
         if not wanted:
             return 0
         size = sum(kv_slice.payload_bytes(self._pool.geometry) for kv_slice in wanted)
@@ -175,10 +175,10 @@ class FramePuller:
             if isinstance(ended, BaseException):
                 raise ended
             taken.append(ended)
-        if not any(one.reason for one in taken):
+        if not any(result.reason for result in taken):
             edge.note(FALLBACK, size, asyncio.get_running_loop().time() - began_s)
         missed = []
-        for kv_slice, *outcomes in zip(wanted, *(one.outcomes for one in taken), strict=True):
+        for kv_slice, *outcomes in zip(wanted, *(result.outcomes for result in taken), strict=True):
             now_ns = ALIVE.now_ns()
             if rank_pb2.MISSING in outcomes:
                 missed.append(kv_slice)
@@ -194,7 +194,7 @@ class FramePuller:
                 self._note_moved(moved_bytes, attempt)
                 self._perform(machine.frame_stored(kv_slice, epoch, now_ns))
         if missed:
-            why = "; ".join(one.reason for one in taken if one.reason)
+            why = "; ".join(result.reason for result in taken if result.reason)
             reason = f"a pull from {attempt.target.worker_id} by a rank {why}"
             self._perform(machine.pull_failed(missed, reason, epoch))
         return size - self._size(missed, common_pb2.PLAIN)
@@ -203,7 +203,7 @@ class FramePuller:
         """Pull missing frames, removing each that arrives; return why it failed, or ""."""
         loop = asyncio.get_running_loop()
         edge = self._peers.edge(attempt.target.worker_id)
-        size, int8_size = (self._size(missing, one) for one in _ENCODINGS)
+        size, int8_size = (self._size(missing, encoding) for encoding in _ENCODINGS)
         target = attempt.target
         way = attempt.way
         encoding = self._peers.encoding(target, way, size, int8_size)
