@@ -151,7 +151,7 @@ class ReceiveCredit:
         self._demands += 1
         number = self._demands
         own = self._of_owner.setdefault(owner, set())
-        before = [self._waiting[one].last_tag for one in own if one in self._waiting]
+        before = [self._waiting[number].last_tag for number in own if number in self._waiting]
         tag = max([self._tag, *before]) + frame_bytes[0]
         self._waiting[number] = _Demand(owner, peer, tuple(frame_bytes), tag)
         own.add(number)

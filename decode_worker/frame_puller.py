@@ -120,7 +120,7 @@ class FramePuller:
         """Pull missing frames, removing each that arrives; return why it failed, or ""."""
         loop = asyncio.get_running_loop()
         edge = self._peers.edge(attempt.target.worker_id)
-        size, int8_size = (self._size(missing, one) for one in _ENCODINGS)
+        size, int8_size = (self._size(missing, encoding) for encoding in _ENCODINGS)
         target = attempt.target
         way = attempt.way
         encoding = self._peers.encoding(target, way, size, int8_size)

@@ -142,7 +142,9 @@ class Peers:
     ) -> common_pb2.ChunkEncoding:
         """Return the encoding to pull KV in: INT8 if both workers support it and it pays."""
         both = (self._capabilities, self._peer(target).capabilities)
-        if way not in CARRY_INT8 or not all(common_pb2.INT8 in one.encodings for one in both):
+        if way not in CARRY_INT8 or not all(
+            common_pb2.INT8 in capabilities.encodings for capabilities in both
+        ):
             return common_pb2.PLAIN
         frame_bytes = self._transports[way].frame_bytes
         pays = self.edge(target.worker_id).asks_int8(way, plain_bytes, int8_bytes, frame_bytes)

@@ -254,9 +254,7 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
         from_start=("header", "body", "write"),
     ),
     "baton_connections_refused": _count("Connections refused beyond clients.max_connections."),
-    "baton_connections_evicted": _count(
-        "Connections without a call closed to make room for others."
-    ),
+    "baton_connections_evicted": _count("Connections without a call that made room for others."),
     "baton_open_connections": _gauge("Open client connections.", together="sum"),
     "baton_intake_waiting": _gauge("Calls waiting for the event loop.", together="sum"),
     "baton_adapters_served": _gauge("LoRA adapters available to clients."),

@@ -193,14 +193,14 @@ class BlockPool:
     def forget(self, tags: frozenset[bytes]) -> int:
         """Make no block with these tags findable any more; return the number of known ones."""
         self._forgotten |= tags
-        found = [block for name, block in self._block_of.items() if tag_in(name) in tags]
-        for block in found:
+        blocks = [block for name, block in self._block_of.items() if tag_in(name) in tags]
+        for block in blocks:
             self.drop_forgotten(block)
-        return len(found)
+        return len(blocks)
 
     def drop_cached(self) -> None:
         """Free all cached blocks that are not being copied."""
-        for block in [one for one in self._cached if one not in self.guarded]:
+        for block in [cached for cached in self._cached if cached not in self.guarded]:
             self._forget_cached(block)
             self._free.add(block)
 

@@ -75,7 +75,7 @@ def splits(
         if ranks > size:
             raise ValueError(f"the model has only {size} {name} for {ranks} ranks")
     owned = [owned_heads(rank, ranks, kv_heads) for rank in range(ranks)]
-    if ranks > kv_heads and max(owned.count(one) for one in owned) > heads // kv_heads:
+    if ranks > kv_heads and max(owned.count(head) for head in owned) > heads // kv_heads:
         raise ValueError(
             f"{ranks} ranks share {kv_heads} KV heads, and the model has only "
             f"{heads // kv_heads} query heads for each"

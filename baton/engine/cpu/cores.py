@@ -104,10 +104,10 @@ class SharedCores:
 def _opened(path: Path) -> int:
     """Open the table's file, which must belong to this user alone; create it if it is missing."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         os.close(file)
         raise PermissionError(f"{path} must be a file of this user with mode 0600; remove it")
-    if found.st_size < _TABLE_BYTES:
+    if status.st_size < _TABLE_BYTES:
         os.ftruncate(file, _TABLE_BYTES)
     return file

@@ -90,7 +90,7 @@ class ReportInbox:
 class EngineClient:
     """Connection to a running engine process; ``start`` creates both.
 
-    The task ``listening`` feeds ``inbox``. ``pools`` is the KV pool, or one pool for each rank on
+    ``inbox`` has the engine's ``Ready``. ``pools`` is the KV pool, or one pool for each rank on
     this host. ``pool_fd`` is the pool's memory file, opened for reading; -1 with several pools. The
     tasks and the file are closed with the process.
     """
@@ -100,13 +100,11 @@ class EngineClient:
         process: EngineProcess,
         writer: asyncio.StreamWriter,
         inbox: ReportInbox,
-        listening: asyncio.Task[None],
         tasks: BackgroundTasks,
-        ready: messages.Ready,
         pools: Sequence[memoryview],
         pool_fd: int,
     ) -> None:
-        self.ready = ready
+        self.ready = inbox.ready.result()
         self.pools = tuple(pools)
         self.pool_fd = pool_fd
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -116,7 +114,6 @@ class EngineClient:
         self._writer = writer
         self._inbox = inbox
         self._tasks = tasks
-        tasks.spawn(self._watch(listening), "watch")
 
     @classmethod
     async def start(
@@ -158,7 +155,8 @@ class EngineClient:
             finally:
                 for fd in pool_fds:
                     os.close(fd)
-            client = cls(process, writer, inbox, listening, tasks, ready, pools, reading_fd)
+            client = cls(process, writer, inbox, tasks, pools, reading_fd)
+            tasks.spawn(client._watch(listening), "watch")
             undo.pop_all()
         return client
 

@@ -89,11 +89,11 @@ class MemoryShelf:
 
     def erase(self, tags: frozenset[bytes]) -> int:
         """Overwrite the blocks with these tags."""
-        found = [place for place, name in enumerate(self._names) if tag_in(name) in tags]
-        for place in found:
+        places = [place for place, name in enumerate(self._names) if tag_in(name) in tags]
+        for place in places:
             self._blocks[place] = 0
             self._names[place] = b""
-        return len(found)
+        return len(places)
 
     def close(self) -> None:
         """Do nothing: the memory ends with the process."""

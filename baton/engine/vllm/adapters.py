@@ -125,9 +125,9 @@ def _check(ref: AdapterRef, config: ModelConfig) -> None:
     Raises:
         BatonError: They are not, or do not fit the model.
     """
-    found = read_adapter(ref.path, config, _MOST_RANK).digest.hex()
-    if found != ref.digest:
+    digest = read_adapter(ref.path, config, _MOST_RANK).digest.hex()
+    if digest != ref.digest:
         raise AdapterLoadError(
-            f"{ref.path} has changed since it was loaded (digest {found}, not {ref.digest}); "
+            f"{ref.path} has changed since it was loaded (digest {digest}, not {ref.digest}); "
             "unload it and load it again"
         )

@@ -153,7 +153,7 @@ class VllmEngine:
     def _queue(self, request: LiveRequest) -> None:
         """Count the choices of a request as waiting."""
         hashes = block_hashes(request.spec.hash_seed, request.prompt[:-1])  # the last is computed
-        request.cached_tokens = self._events.mirror.cached_tokens(hashes, self._block_tokens)
+        request.cached_tokens = self._events.cached.cached_tokens(hashes, self._block_tokens)
         for choice in request.open_choices:
             context = len(request.prompt) + len(request.emitted(choice))
             comes = not request.computes
@@ -446,4 +446,4 @@ class VllmEngine:
 
     @property
     def _cached_blocks(self) -> int:
-        return self._events.mirror.held_blocks
+        return self._events.cached.held_blocks

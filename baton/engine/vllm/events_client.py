@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from baton.engine.vllm.kv_events import REPLAY_END, CacheMirror, EventOrder
+from baton.engine.vllm.kv_events import REPLAY_END, CachedBlocks, EventOrder
 from baton.types.errors import InternalError
 from baton.types.events import CacheChanged
 
@@ -19,7 +19,7 @@ _RETRY_S = 1.0
 
 
 class KvEventsClient:
-    """Reader of the events of one vLLM, which keeps ``mirror`` up to date.
+    """Reader of the events of one vLLM, which keeps ``cached`` up to date.
 
     Args:
         folder: Folder with the sockets ``events`` and ``replay``.
@@ -30,7 +30,7 @@ class KvEventsClient:
     def __init__(
         self, folder: str, on_change: Callable[[CacheChanged], None], log: Callable[[str], None]
     ) -> None:
-        self.mirror = CacheMirror()
+        self.cached = CachedBlocks()
         self._folder = folder
         self._on_change = on_change
         self._log = log
@@ -90,14 +90,14 @@ class KvEventsClient:
             return True
         if self._order.replay_ended():
             self._log("KV events are lost: forgetting the cached blocks of this worker")
-            self._on_change(self.mirror.clear())
+            self._on_change(self.cached.clear())
         self._apply(self._order.take_ready())
         return False
 
     def _apply(self, payloads: list[bytes]) -> None:
         for payload in payloads:
             try:
-                change = self.mirror.apply(payload)
+                change = self.cached.apply(payload)
             except msgspec.DecodeError as error:
                 raise InternalError(f"vLLM sent KV events of an unknown format: {error}") from None
             if change.stored or change.removed:

@@ -6,10 +6,10 @@ import subprocess
 _TIMEOUT_S = 30.0
 _PROGRAM = """
 import importlib.metadata, importlib.util, pathlib, sys
-found = importlib.util.find_spec("vllm")
-if found is None:
+spec = importlib.util.find_spec("vllm")
+if spec is None:
     sys.exit("vLLM is not installed there")
-folder = pathlib.Path(found.submodule_search_locations[0])
+folder = pathlib.Path(spec.submodule_search_locations[0])
 version = importlib.metadata.version("vllm")
 if not (folder / "entrypoints/scale_out/token_in_token_out").is_dir():
     sys.exit(f"its vLLM {version} has no /inference/v1/generate; 0.32 has")

@@ -1,7 +1,7 @@
 """vLLM's KV events as changes of Baton's index, without I/O.
 
 vLLM numbers its batches from 0 and repeats them on request. ``EventOrder`` puts them in order and
-notices gaps; ``CacheMirror`` follows the cache and translates names:
+notices gaps; ``CachedBlocks`` follows the cache and translates names:
 
     vLLM   [ block of 32 tokens, hash A ][ block of 32 tokens, hash B, parent A ]
     Baton  [ 16 tokens ][ 16 tokens     ][ 16 tokens ][ 16 tokens               ]
@@ -106,7 +106,7 @@ class EventOrder:
         return ready
 
 
-class CacheMirror:
+class CachedBlocks:
     """Blocks that vLLM holds, by its names and by Baton's."""
 
     def __init__(self) -> None:
@@ -121,12 +121,12 @@ class CacheMirror:
 
     def cached_tokens(self, hashes: Sequence[bytes], block_tokens: int) -> int:
         """Return the cached tokens of a prompt with these block hashes, in whole vLLM blocks."""
-        found = 0
-        for one in hashes:
-            if one not in self._held:
+        tokens = 0
+        for block_hash in hashes:
+            if block_hash not in self._held:
                 break
-            found += BLOCK_TOKENS
-        return found - found % block_tokens
+            tokens += BLOCK_TOKENS
+        return tokens - tokens % block_tokens
 
     def apply(self, payload: bytes) -> CacheChanged:
         """Apply one batch, and return what Baton's index gains and loses.
@@ -169,10 +169,10 @@ class CacheMirror:
             tokens = event.token_ids[place * size : (place + 1) * size]
             hashes = tuple(block_hashes(parent, tokens))
             self._hashes[name] = hashes
-            for one in hashes:
-                self._held[one] += 1
-                if self._held[one] == 1:
-                    _note(one, stored, removed)
+            for block_hash in hashes:
+                self._held[block_hash] += 1
+                if self._held[block_hash] == 1:
+                    _note(block_hash, stored, removed)
             parent = hashes[-1]
 
     def _parent(self, event: BlockStored) -> bytes | None:
@@ -194,11 +194,11 @@ class CacheMirror:
             self._copies[name] -= 1
             return
         del self._copies[name]
-        for one in self._hashes.pop(name, ()):
-            self._held[one] -= 1
-            if not self._held[one]:
-                del self._held[one]
-                _note(one, removed, stored)
+        for block_hash in self._hashes.pop(name, ()):
+            self._held[block_hash] -= 1
+            if not self._held[block_hash]:
+                del self._held[block_hash]
+                _note(block_hash, removed, stored)
 
 
 def _in_pool(medium: str | None, group: int | None) -> bool:
@@ -206,9 +206,9 @@ def _in_pool(medium: str | None, group: int | None) -> bool:
     return medium in (None, "GPU") and not group
 
 
-def _note(one: bytes, gained: list[bytes], lost: list[bytes]) -> None:
+def _note(block_hash: bytes, gained: list[bytes], lost: list[bytes]) -> None:
     """Add a hash to ``gained``, or take back its entry in ``lost`` of the same batch."""
-    if one in lost:
-        lost.remove(one)
+    if block_hash in lost:
+        lost.remove(block_hash)
     else:
-        gained.append(one)
+        gained.append(block_hash)

@@ -32,8 +32,8 @@ class Saved(NamedTuple):
 
 def saved_by_all(ranks: Sequence[Saved]) -> Saved:
     """Return the part of the pages beside the complete ones that all ranks have saved."""
-    end = min(max(one.pages, one.end) for one in ranks)
-    behind = [one for one in ranks if one.pages < end]
+    end = min(max(saved.pages, saved.end) for saved in ranks)
+    behind = [saved for saved in ranks if saved.pages < end]
     if not behind:
         return Saved()
     return min(behind, key=lambda one: one.layers)._replace(end=end)
@@ -93,7 +93,7 @@ class LiveRequest:
     @property
     def saved_pages(self) -> int:
         """Pages that all ranks of vLLM have saved; -1: one cannot save them."""
-        return min((one.pages for one in self.saved_by_rank), default=0)
+        return min((saved.pages for saved in self.saved_by_rank), default=0)
 
     def report(self, saved: Saved, rank: int) -> None:
         """Note a report of a rank's connector on saved pages."""

@@ -144,11 +144,11 @@ class VllmProcess:
 
     def _check_pool(self, size: int) -> None:
         """Check that vLLM has given the pool the size that this worker's transports expect."""
-        found = os.fstat(self._pool_fd).st_size
-        if found != size:
+        size_bytes = os.fstat(self._pool_fd).st_size
+        if size_bytes != size:
             raise InternalError(
-                f"hand_off: baton does not support this model: vLLM's KV has {found} bytes, and "
-                f"the shape of the model needs {size}"
+                f"hand_off: baton does not support this model: vLLM's KV has {size_bytes} bytes, "
+                f"and the shape of the model needs {size}"
             )
 
     def _progress(self, what: str) -> None:

@@ -171,11 +171,11 @@ def prefill_body(
     vLLM keeps the KV for another worker.
     """
     params = spec.params
-    one = msgspec.structs.replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1))
+    first_only = msgspec.structs.replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1))
     body = {
         "request_id": f"{request_id}/{choice}",
         "token_ids": prompt,
-        "sampling_params": sampling_params(one, choice, 0, eos),
+        "sampling_params": sampling_params(first_only, choice, 0, eos),
         **_shared_fields(spec, transfer),
     }
     return msgspec.json.encode(body)
@@ -297,10 +297,10 @@ def _sampled(
         return SampledToken(token)
     scored = content[position]
     ranked = sorted(
-        (one for one in scored.top_logprobs if one.rank is not None),
-        key=lambda one: one.rank or 0,
+        (candidate for candidate in scored.top_logprobs if candidate.rank is not None),
+        key=lambda candidate: candidate.rank or 0,
     )
-    top = tuple((one.token_id, one.logprob) for one in ranked[:alternatives])
+    top = tuple((candidate.token_id, candidate.logprob) for candidate in ranked[:alternatives])
     return SampledToken(token, scored.logprob, top)
 
 
@@ -335,7 +335,7 @@ def is_aborted(response: bytes) -> bool:
         choices = read_chunk(response).choices
     except InternalError:
         return False
-    return any(one.finish_reason == "abort" for one in choices)
+    return any(choice.finish_reason == "abort" for choice in choices)
 
 
 def abort_body(request_id: str, choice: int) -> bytes:

@@ -93,8 +93,8 @@ def scores_of(response: Response, prompt: Sequence[int]) -> Scores:
     """Return the scores in a response, without the prompt's if they were not requested."""
     rows = enumerate(response.prompt_logprobs or ())
     scores = {at: (prompt[at], row[prompt[at]].logprob) for at, row in rows if row is not None}
-    for at, one in enumerate(response.choices[0].logprobs.content or (), len(prompt)):
-        scores[at] = one.token_id, one.logprob
+    for at, scored in enumerate(response.choices[0].logprobs.content or (), len(prompt)):
+        scores[at] = scored.token_id, scored.logprob
     return scores
 
 
@@ -130,11 +130,11 @@ class _Paths:
         batch = await self._batch(prompts)
         check_equal("in a batch", alone, batch)
         cached = await asyncio.gather(
-            *(self._behind_cached(*one) for one in zip(prompts, salts, strict=True))
+            *(self._behind_cached(*pair) for pair in zip(prompts, salts, strict=True))
         )
         check_equal("behind a cached prefix", alone, cached)
         resumed = await asyncio.gather(
-            *(self._resumed(*one) for one in zip(prompts, alone, strict=True))
+            *(self._resumed(*pair) for pair in zip(prompts, alone, strict=True))
         )
         check_equal("in a resumed response", alone, resumed)
         await self._post("/reset_prefix_cache")
@@ -143,7 +143,7 @@ class _Paths:
     async def _batch(self, prompts: Sequence[list[int]]) -> list[Scores]:
         """Compute all prompts at once: vLLM queues them while it is paused."""
         await self._post("/pause?mode=keep")
-        asked = asyncio.gather(*(self._scores(one, os.urandom(16).hex()) for one in prompts))
+        asked = asyncio.gather(*(self._scores(prompt, os.urandom(16).hex()) for prompt in prompts))
         await asyncio.sleep(_QUEUED_S)
         await self._post("/resume")
         return await asked

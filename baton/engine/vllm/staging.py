@@ -172,7 +172,9 @@ class Staging:
         self, request: LiveRequest, rectangles: Iterable[ev.Published | None]
     ) -> list[ev.Admitted | ev.Published]:
         """Return the reports for rectangles, with that of the admission before the first one."""
-        reports: list[ev.Admitted | ev.Published] = [one for one in rectangles if one is not None]
+        reports: list[ev.Admitted | ev.Published] = [
+            rectangle for rectangle in rectangles if rectangle is not None
+        ]
         if not request.published_pages and not request.published_part.end:
             admitted = ev.Admitted(
                 request_id=request.submit.request_id,

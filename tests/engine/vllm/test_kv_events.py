@@ -2,7 +2,7 @@
 
 import msgspec
 
-from baton.engine.vllm.kv_events import REPLAY_END, CacheMirror, EventOrder
+from baton.engine.vllm.kv_events import REPLAY_END, CachedBlocks, EventOrder
 from baton.types.block_hashes import block_hashes
 from tests.engine.vllm.record import LONG, SEEDS, recorded_messages
 
@@ -26,22 +26,22 @@ def test_the_live_stream_and_the_replay_have_the_same_batches() -> None:
 
 
 def test_blocks_of_two_tenants_have_the_hashes_of_their_seeds() -> None:
-    mirror = CacheMirror()
+    cached = CachedBlocks()
     stored: list[bytes] = []
     held: set[bytes] = set()
     for number, payload in replayed():
         if number == REPLAY_END:
             break
-        change = mirror.apply(payload)
+        change = cached.apply(payload)
         stored += change.stored
         held = (held | set(change.stored)) - set(change.removed)
     own = [block_hashes(seed, LONG[:WHOLE]) for seed in SEEDS]
     assert not set(own[0]) & set(own[1])
     assert set(stored) == {*own[0], *own[1]}
     assert held == set(own[0])  # the cache was reset, then the first tenant's prompt came again
-    assert mirror.held_blocks == len(own[0])
-    assert mirror.cached_tokens(block_hashes(SEEDS[0], LONG), 32) == WHOLE
-    assert mirror.cached_tokens(block_hashes(SEEDS[1], LONG), 32) == 0
+    assert cached.held_blocks == len(own[0])
+    assert cached.cached_tokens(block_hashes(SEEDS[0], LONG), 32) == WHOLE
+    assert cached.cached_tokens(block_hashes(SEEDS[1], LONG), 32) == 0
 
 
 def stored_event(names: list[int], parent: int | None, tokens: list[int], salt: str) -> bytes:
@@ -65,36 +65,36 @@ def removed_event(*names: int) -> bytes:
 
 
 def test_a_block_that_vllm_has_twice_is_held_until_both_are_gone() -> None:
-    mirror = CacheMirror()
+    cached = CachedBlocks()
     salt = SEEDS[0].hex()
-    assert len(mirror.apply(stored_event([1], None, LONG[:32], salt)).stored) == 2
-    assert mirror.apply(stored_event([1], None, LONG[:32], salt)).stored == ()
-    assert mirror.apply(removed_event(1)).removed == ()
-    assert len(mirror.apply(removed_event(1)).removed) == 2
-    assert mirror.held_blocks == 0
+    assert len(cached.apply(stored_event([1], None, LONG[:32], salt)).stored) == 2
+    assert cached.apply(stored_event([1], None, LONG[:32], salt)).stored == ()
+    assert cached.apply(removed_event(1)).removed == ()
+    assert len(cached.apply(removed_event(1)).removed) == 2
+    assert cached.held_blocks == 0
 
 
 def test_blocks_with_other_names_in_vllm_may_be_one_in_the_index() -> None:
-    mirror = CacheMirror()
+    cached = CachedBlocks()
     salt = SEEDS[0].hex()
-    assert len(mirror.apply(stored_event([1], None, LONG[:32], salt)).stored) == 2
-    assert mirror.apply(stored_event([2], None, LONG[:32], salt)).stored == ()
-    assert mirror.apply(removed_event(1)).removed == ()
-    assert len(mirror.apply(removed_event(2)).removed) == 2
+    assert len(cached.apply(stored_event([1], None, LONG[:32], salt)).stored) == 2
+    assert cached.apply(stored_event([2], None, LONG[:32], salt)).stored == ()
+    assert cached.apply(removed_event(1)).removed == ()
+    assert len(cached.apply(removed_event(2)).removed) == 2
 
 
 def test_blocks_of_other_origins_are_not_in_the_index() -> None:
-    mirror = CacheMirror()
-    assert mirror.apply(stored_event([1], None, LONG[:32], "a salt of a stranger")).stored == ()
-    assert mirror.apply(stored_event([2], 1, LONG[:32], "")).stored == ()
-    assert mirror.apply(stored_event([4], 3, LONG[:32], "")).stored == ()
-    assert mirror.apply(removed_event(1, 2, 9)).removed == ()
+    cached = CachedBlocks()
+    assert cached.apply(stored_event([1], None, LONG[:32], "a salt of a stranger")).stored == ()
+    assert cached.apply(stored_event([2], 1, LONG[:32], "")).stored == ()
+    assert cached.apply(stored_event([4], 3, LONG[:32], "")).stored == ()
+    assert cached.apply(removed_event(1, 2, 9)).removed == ()
 
 
 def test_a_block_behind_a_known_one_is_chained_to_it() -> None:
-    mirror = CacheMirror()
-    mirror.apply(stored_event([1], None, LONG[:32], SEEDS[0].hex()))
-    found = mirror.apply(stored_event([2], 1, LONG[32:64], ""))
+    cached = CachedBlocks()
+    cached.apply(stored_event([1], None, LONG[:32], SEEDS[0].hex()))
+    found = cached.apply(stored_event([2], 1, LONG[32:64], ""))
     assert list(found.stored) == block_hashes(SEEDS[0], LONG[:64])[2:]
 
 

@@ -193,7 +193,7 @@ class KvTiers:
         for block_hash in hashes:
             tier = None
             if not pool.holds(block_hash):
-                tier = next((one for one in self._order if block_hash in one), None)
+                tier = next((tier for tier in self._order if block_hash in tier), None)
                 if tier is None or not (always or self._pays(tier)):
                     break
                 last = len(run) + 1
@@ -221,7 +221,11 @@ class KvTiers:
                 bring.until_ns = now_ns + max(BRING_NS, round(compute_ns))
             elif now_ns > bring.until_ns and not bring.late:
                 bring.late = True
-                late = {one.copy.source for one in self._running.values() if one.bring is bring}
+                late = {
+                    running.copy.source
+                    for running in self._running.values()
+                    if running.bring is bring
+                }
                 for tier in late:
                     self._tallies[tier].late += 1
 
@@ -330,7 +334,7 @@ class KvTiers:
             stored: list[bytes] = []
             removed: list[bytes] = []
             for block_hash in touched:
-                held = self._pool.holds(block_hash) or any(block_hash in one for one in had)
+                held = self._pool.holds(block_hash) or any(block_hash in tier for tier in had)
                 (stored if held else removed).append(block_hash)
             if touched:
                 changes.append(TierChange(tier.name, tuple(stored), tuple(removed)))

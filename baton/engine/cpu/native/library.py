@@ -140,12 +140,12 @@ def why_no_amx() -> str:
         command = (sys.executable, "-S", "-c", _SELF_TEST, str(path))
         try:
             done = subprocess.run(command, timeout=_SELF_TEST_LIMIT_S, check=False)
-            found = "" if done.returncode == 0 else f"AMX self-test failed: code {done.returncode}"
+            fault = "" if done.returncode == 0 else f"AMX self-test failed: code {done.returncode}"
         except subprocess.TimeoutExpired:
-            found = f"AMX self-test took more than {_SELF_TEST_LIMIT_S:.0f} s"
+            fault = f"AMX self-test took more than {_SELF_TEST_LIMIT_S:.0f} s"
         with contextlib.suppress(OSError):
-            verdict.write_text(found, encoding="utf-8")
-        return found
+            verdict.write_text(fault, encoding="utf-8")
+        return fault
     return verdict.read_text(encoding="utf-8")
 
 
