@@ -1,4 +1,4 @@
-"""The commands of the first section of the page of tenants, on a live fleet with emulated engines."""
+"""The commands of the first section of the page of tenants, on a fleet with emulated engines."""
 
 import re
 import shlex
