@@ -48,7 +48,7 @@ define install
 	@$(BIN)/python -m kvtransfer.native.library
 endef
 
-.PHONY: help serve test test-all soak test-clients test-hosts test-vllm test-vllm-hand-off wheel release lock audit image check bench bench-gpu proto stop clean
+.PHONY: help serve test test-long test-all soak test-clients test-hosts test-vllm test-vllm-hand-off wheel release lock audit image check bench bench-gpu proto stop clean
 
 help: ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'

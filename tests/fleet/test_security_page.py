@@ -1,4 +1,4 @@
-"""The commands of the first section of the security page, on a live fleet with emulated engines."""
+"""The commands of the first section of the page of tenants, on a fleet with emulated engines."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ from baton.engine.settings import EmulatedModel
 from fleet.cli.main import app
 from tests.e2e.fleet_processes import NAME, TOKEN, Fleet
 
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "security.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "tenants.md"
 SECTION = "## Give a team a key, and take it away"
 EMULATED = EmulatedModel(
     timing="epyc-135m", vocab_size=49152, eos_token_ids=(2,), max_context_tokens=4096

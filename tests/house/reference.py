@@ -70,8 +70,8 @@ done in time, exit with 1.
 FLEET_FILE_HEAD = """\
 # Fleet file
 
-One YAML file describes one fleet, and one fleet serves one model. Every key is optional. Unknown
-keys and wrong types are errors that name the line. `baton config check FILE` checks a file.
+One YAML file describes one fleet, which serves one or several models. Every key is optional.
+Unknown keys and wrong types are errors that name the line. `baton config check FILE` checks a file.
 [deploy/local.yaml](../../deploy/local.yaml) is a commented example, and
 [Configuration](../guide/configuration.md) explains the main choices.
 """

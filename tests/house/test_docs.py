@@ -10,6 +10,7 @@ from tests.house.imports import PACKAGES, ROOT
 
 DOCS = ROOT / "docs"
 MAX_WORDS = 4000
+MAX_README_WORDS = 650
 NO_LIMIT = ("docs/measurements", "docs/reference")
 
 _PATH = re.compile(
@@ -121,6 +122,10 @@ def test_every_test_that_the_page_on_reliability_names_exists() -> None:
         if not re.search(rf"(def|class) {test}\b", _read(file))
     ]
     assert gone == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len(_read("README.md").split()) <= MAX_README_WORDS
 
 
 @pytest.mark.parametrize("page", _pages())
