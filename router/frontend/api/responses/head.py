@@ -4,10 +4,6 @@ from collections.abc import Sequence
 from time import time
 from typing import Any
 
-import orjson
-
-from baton.types.errors import InvalidRequestError
-from router.frontend.api.formats.integers import encodable
 from router.frontend.api.responses.body import (
     ResponsesBody,
     ResponsesItem,
@@ -32,7 +28,7 @@ def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> 
     text = body.text.model_dump(exclude_none=True, by_alias=True) if body.text is not None else {}
     reasoning = body.reasoning.model_dump() if body.reasoning is not None else {}
     choice = body.tool_choice
-    head = {
+    return {
         "id": answer_id,
         "object": "response",
         "created_at": int(time()),
@@ -50,23 +46,18 @@ def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> 
         "service_tier": "default",
         "store": body.keeps,
         "temperature": request.sampling.temperature,
-        "text": encodable({"format": {"type": "text"}, **text}),
+        "text": {"format": {"type": "text"}, **text},
         "tool_choice": choice
         if isinstance(choice, str)
         else choice.model_dump(exclude_none=True)
         if choice is not None
         else "auto",
-        "tools": [encodable(_tool(tool)) for tool in body.tools or () if tool.type in _OFFERED],
+        "tools": [_tool(tool) for tool in body.tools or () if tool.type in _OFFERED],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": request.sampling.top_p,
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
-    try:
-        orjson.dumps(head)
-    except TypeError as error:  # of a schema, most likely
-        raise InvalidRequestError(f"tools, text: {error}", param="tools") from error
-    return head
 
 
 def _tool(tool: ResponsesTool) -> dict[str, Any]:
