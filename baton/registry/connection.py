@@ -82,7 +82,7 @@ class RedisTarget(NamedTuple):
     def __str__(self) -> str:
         if self.path:
             return f"unix://{self.path}"
-        where = ", ".join(join_address(*one) for one in self.hosts)
+        where = ", ".join(join_address(*host) for host in self.hosts)
         return f"{self.primary!r} of the Sentinels {where}" if self.primary else where
 
 
@@ -235,10 +235,10 @@ def _secret(
             raise RedisUrlError(f"{name}: {value} cannot be read ({error})") from error
 
     def from_environment() -> str:
-        found = os.environ.get(value)
-        if not found:
+        secret = os.environ.get(value)
+        if not secret:
             raise RedisUrlError(f"{name}: {value} is not set, or is empty")
-        return found
+        return secret
 
     is_file = name.endswith("_file")
     read = from_file if is_file else from_environment
@@ -308,13 +308,13 @@ def _split(url: str) -> tuple[SplitResult, str]:
 
 def _hosts(named: str, port: int) -> tuple[tuple[str, int], ...]:
     hosts = []
-    for one in named.split(","):
+    for place in named.split(","):
         try:
-            split = urlsplit(f"//{one}")
+            split = urlsplit(f"//{place}")
             host = split.hostname
             number = split.port
         except ValueError as error:
-            raise RedisUrlError(f"{one}: {error}") from error
+            raise RedisUrlError(f"{place}: {error}") from error
         if not host:
             raise RedisUrlError("a host is missing")
         hosts.append((host, port if number is None else number))

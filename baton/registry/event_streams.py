@@ -64,8 +64,8 @@ class EventStreams:
 
     def top_positions(self, answers: Sequence[Any]) -> dict[bytes, bytes]:
         """Return the positions in the replies to ``tops``; ``0-0`` for an empty stream."""
-        found = zip(self._read, answers, strict=True)
-        return {key: bytes(entries[0][0]) if entries else b"0-0" for key, entries in found}
+        newest = zip(self._read, answers, strict=True)
+        return {key: bytes(entries[0][0]) if entries else b"0-0" for key, entries in newest}
 
     def read(
         self, positions: Mapping[bytes, bytes], count: int, wait_s: float = 0.0

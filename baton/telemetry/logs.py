@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TextIO
 
-from pythonjsonlogger.orjson import OrjsonFormatter
+from pythonjsonlogger.msgspec import MsgspecFormatter
 
 LogFormat = Literal["text", "json"]
 
@@ -115,7 +115,7 @@ class _TextLines(logging.Formatter):
         return f"{line} [{' '.join(ids)}]" if ids else line
 
 
-class _JsonLines(OrjsonFormatter):
+class _JsonLines(MsgspecFormatter):
     def __init__(self, fields: Mapping[str, str]) -> None:
         super().__init__(
             ["time", "levelname", "name", "process", "message"],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import orjson
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.client.server import ServerError
@@ -92,7 +92,7 @@ class Fleet:
             for line in answer.iter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
-                _take(streamed, orjson.loads(line.removeprefix("data: ")))
+                _take(streamed, msgspec.json.decode(line.removeprefix("data: ")))
                 if stop_after is not None and len(streamed.chunk_s) >= stop_after:
                     return streamed
         return streamed

@@ -93,9 +93,9 @@ class Gate:
     def judge_alone(self) -> str:
         """Return the same by the last sums, and what only this router has counted since."""
         sums = Evidence()
-        for one in (self.totals, self._sent, self._fresh):
-            sums.canary.add(one.canary)
-            sums.stable.add(one.stable)
+        for evidence in (self.totals, self._sent, self._fresh):
+            sums.canary.add(evidence.canary)
+            sums.stable.add(evidence.stable)
         return self._judged(sums)
 
     def _judged(self, totals: Evidence) -> str:

@@ -31,10 +31,10 @@ def difference(
     return _tokens_differ(answer.tokens, golden.tokens)
 
 
-def _tokens_differ(found: tuple[int, ...], right: tuple[int, ...]) -> str:
-    for index, (one, wanted) in enumerate(zip(found, right, strict=False)):
-        if one != wanted:
-            return f"token {index} is {one} instead of {wanted}"
-    if len(found) != len(right):
-        return f"the answer has {len(found)} tokens instead of {len(right)}"
+def _tokens_differ(tokens: tuple[int, ...], right: tuple[int, ...]) -> str:
+    for index, (token, wanted) in enumerate(zip(tokens, right, strict=False)):
+        if token != wanted:
+            return f"token {index} is {token} instead of {wanted}"
+    if len(tokens) != len(right):
+        return f"the answer has {len(tokens)} tokens instead of {len(right)}"
     return ""

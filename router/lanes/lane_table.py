@@ -90,7 +90,7 @@ class LaneTable(Generic[LaneT]):
         Raises:
             ModelNotFoundError: The name is not served, or not allowed.
         """
-        found = route(
+        chosen = route(
             table, name, tenant, lambda: conversation, self.is_ready, may_fall_back=may_fall_back
         )
         if name in table.names or (version := self._lowest_version(name)):
@@ -100,7 +100,7 @@ class LaneTable(Generic[LaneT]):
                 return Route(version, "lowest version", "", name)
         else:
             self.of(name, tenant, allowed)
-        return found
+        return chosen
 
     def entry(self, table: RouteTable, name: str) -> NameRoute | None:
         """Return the route of a name; None if it leads to the model of this name, or to none.
@@ -117,8 +117,12 @@ class LaneTable(Generic[LaneT]):
 
     def _lowest_version(self, name: str) -> str:
         """Return the lowest version of a name that is no model itself; empty if it has none."""
-        found = [one for one in self.names if OF_VERSION in one and split_version(one)[0] == name]
-        lowest = min(found, key=split_version, default="")
+        versions = [
+            served
+            for served in self.names
+            if OF_VERSION in served and split_version(served)[0] == name
+        ]
+        lowest = min(versions, key=split_version, default="")
         return "" if lowest and self.serves(name) else lowest
 
     def serves(self, name: str) -> bool:
@@ -189,8 +193,8 @@ class LaneTable(Generic[LaneT]):
     def report(self, name: str, tenant: str | None) -> dict[str, Any] | None:
         """Return the report of a request; see `report_of`."""
         for lane in self._lanes:
-            if (found := report_of(lane.gateway.kept, name, tenant)) is not None:
-                return found
+            if (report := report_of(lane.gateway.kept, name, tenant)) is not None:
+                return report
         return None
 
     def describe(self) -> dict[str, Any]:

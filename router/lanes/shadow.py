@@ -65,7 +65,7 @@ class Shadows:
     async def _run(self, shadow: Shadow, client: "list[_Answer]", prepare: Prepare) -> None:
         try:
             requests = await prepare()
-            copies = (probed(shadow.gateway, as_copy(one)) for one in requests)
+            copies = (probed(shadow.gateway, as_copy(request)) for request in requests)
             ended = await asyncio.gather(*copies)
         except BatonError as error:  # it does not fit the model, or no worker is ready
             self._count(shadow, "refused" if error.status < 500 else "left_out")
@@ -144,6 +144,6 @@ class _Answer:
 def _compared(client: list[_Answer], copy: list[_Answer]) -> bool | None:
     """Return whether all answers have the same tokens; None if they need not."""
     pairs = list(zip(client, copy, strict=True))
-    if not all(one.greedy and one.prompt == other.prompt for one, other in pairs):
+    if not all(own.greedy and own.prompt == other.prompt for own, other in pairs):
         return None
-    return all(one.tokens == other.tokens for one, other in pairs)
+    return all(own.tokens == other.tokens for own, other in pairs)

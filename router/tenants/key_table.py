@@ -111,8 +111,8 @@ class KeyTable:
 
     def counts(self, now_ms: int) -> dict[KeyState, int]:
         """Count the keys by state."""
-        found = Counter(key.record.state(now_ms) for key in self)
-        return {state: found[state] for state in STATES}
+        counts = Counter(key.record.state(now_ms) for key in self)
+        return {state: counts[state] for state in STATES}
 
     def adopt(self, record: KeyRecord) -> IssuedKey | None:
         """Join a record with this table's; return the key, or None if its rights are invalid."""

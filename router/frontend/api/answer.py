@@ -18,7 +18,7 @@ from functools import partial
 from time import monotonic_ns
 from typing import Any
 
-import orjson
+import msgspec
 from opentelemetry.trace import Span, Status, StatusCode
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -282,7 +282,7 @@ class Exchange(Response):
             active.record.sent = True
         await self._finish()
         size = sum(map(_bulk_bytes, self._active))
-        body = await off_loop(size, lambda: orjson.dumps(self._whole()))
+        body = await off_loop(size, lambda: msgspec.json.encode(self._whole()))
         length = (b"content-length", str(len(body)).encode())
         headers = self._start_headers(b"application/json", length)
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-import orjson
+import msgspec
 from fastapi import Request, Response
 
 from baton.types.errors import InvalidRequestError
@@ -140,7 +140,7 @@ async def _answer_off_loop(
     raw = await read_body(request, router)
     ignored = ignored_of(request)
     content = await off_loop(
-        len(raw), lambda: orjson.dumps(answer(router.lanes, raw, ignored, access))
+        len(raw), lambda: msgspec.json.encode(answer(router.lanes, raw, ignored, access))
     )
     return Response(content, media_type="application/json")
 

@@ -4,8 +4,8 @@ import hashlib
 from typing import Any, NamedTuple
 
 import msgspec
-import orjson
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 MAX_CUSTOM_ID_CHARS = 512
 LOWEST_PRIORITY = 2**31 - 1
@@ -47,8 +47,8 @@ def read_line(
         return _fault(None, number, "line_too_long", f"is longer than {max_bytes} bytes")
     try:
         text = raw.removeprefix(_BOM) if number == 1 else raw
-        line = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
+        line = msgspec.json.decode(text)
+    except (ValueError, RecursionError) as error:
         return _fault(None, number, "invalid_json_line", f"is not valid JSON: {error}")
     if not isinstance(line, dict):
         return _fault(None, number, "invalid_json_line", "is not a JSON object")
@@ -66,17 +66,17 @@ def read_line(
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     if digest in seen:
         return _fault(name, number, "duplicate_custom_id", "custom_id is used by an earlier line")
+    body = bytes(msgspec.json.decode(text, type=dict[str, msgspec.Raw])["body"])
     try:
-        orjson.dumps(line["body"])
-    except TypeError as error:  # orjson parses deeper objects than it encodes
+        from_json(body)
+    except ValueError as error:  # calls accept less deep objects
         return _fault(name, number, "invalid_body", f"body: {error}")
     seen.add(digest)
-    return LineRequest(name, _with_priority(text, is_empty=not line["body"]))
+    return LineRequest(name, _with_priority(body, is_empty=not line["body"]))
 
 
-def _with_priority(line: bytes, *, is_empty: bool) -> bytes:
-    """Return the body of a line with the lowest priority, and with its own digits of numbers."""
-    body = bytes(msgspec.json.decode(line, type=dict[str, msgspec.Raw])["body"])
+def _with_priority(body: bytes, *, is_empty: bool) -> bytes:
+    """Return a body with the lowest priority, and with its own digits of numbers."""
     comma = b"" if is_empty else b","
     return b'%b%b"priority":%d}' % (body.rstrip().removesuffix(b"}"), comma, LOWEST_PRIORITY)
 
@@ -112,7 +112,7 @@ def answer_line(
     response = {
         "status_code": status,
         "request_id": request_id,
-        "body": orjson.Fragment(body),
+        "body": msgspec.Raw(body),
     }
     return _line(batch_id, number, name, response, None)
 
@@ -132,7 +132,7 @@ def _line(
 ) -> bytes:
     named = f"batch_req_{batch_id.removeprefix('batch_')}_{number}"
     fields = {"id": named, "custom_id": name, "response": response, "error": error}
-    return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
+    return msgspec.json.encode(fields) + b"\n"
 
 
 def number_of(line: bytes) -> int | None:

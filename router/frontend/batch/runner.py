@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
-import orjson
+import msgspec
 from starlette.types import ASGIApp
 
 from baton.telemetry.metrics import Metrics
@@ -335,8 +335,8 @@ class _EnoughError(Exception):
 
 def _error_of(answer: httpx.Response) -> BatonError:
     try:
-        code = orjson.loads(answer.content)["error"]["code"]
-    except (orjson.JSONDecodeError, LookupError, TypeError):
+        code = msgspec.json.decode(answer.content)["error"]["code"]
+    except (ValueError, LookupError, TypeError):
         code = UnavailableError.code
     return from_code(code, "")
 

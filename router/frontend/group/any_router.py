@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl
 
-import orjson
+import msgspec
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -141,9 +141,9 @@ class AnyRouter:
         query = scope["query_string"].decode("latin-1")
         path = _path_of(scope)
         answers = await self.siblings.ask_all(path, Headers(scope=scope))
-        parts = [orjson.loads(own.body), *(found.json() for found in answers.values())]
+        parts = [msgspec.json.decode(own.body), *(found.json() for found in answers.values())]
         asked = dict(parse_qsl(query))
-        await own.send(send, orjson.dumps(_JSON[scope["path"]](parts, asked)))
+        await own.send(send, msgspec.json.encode(_JSON[scope["path"]](parts, asked)))
 
     # --- searches and announcements --------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import functools
 from typing import Any
 
 import httptools
-import orjson
+import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn._types import ASGISendEvent
@@ -437,7 +437,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(InvalidRequestError(f"the HTTP request is invalid: {msg}"))
 
     def _refuse(self, error: BatonError) -> None:
-        body = orjson.dumps(error.body())
+        body = msgspec.json.encode(error.body())
         retry = b"retry-after: 1\r\n" if error.retryable else b""
         self._writer.flush()
         self.transport.write(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from time import monotonic, monotonic_ns, time_ns
 from typing import Annotated, Any
 
-import orjson
+import msgspec
 from fastapi import HTTPException, Query, Request, Response
 
 from baton.telemetry.version import version
@@ -171,7 +171,7 @@ def routes(router: RouterParts) -> Endpoints:
 
 def _json(content: dict[str, Any]) -> Response:
     """Return a large answer, which FastAPI would check field by field."""
-    return Response(orjson.dumps(content), media_type="application/json")
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def _healthy(router: RouterParts) -> Response:

@@ -12,7 +12,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-import orjson
+import msgspec
 
 from baton.types.errors import BatonError
 from router.routing.requests.active_request import ActiveRequest
@@ -130,7 +130,7 @@ class TextEvent:
     SAMPLE = (
         "baton text \u2063\u2062\u2064 sample"  # no other field of an event has such characters
     )
-    _ENCODED = orjson.dumps(SAMPLE)
+    _ENCODED = msgspec.json.encode(SAMPLE)
 
     def __init__(self, sample: bytes) -> None:
         self._before, found, self._behind = sample.partition(self._ENCODED)
@@ -139,12 +139,12 @@ class TextEvent:
 
     def of(self, text: str) -> bytes:
         """Return the event with this text."""
-        return self._before + orjson.dumps(text) + self._behind
+        return self._before + msgspec.json.encode(text) + self._behind
 
 
 def data_event(payload: dict[str, Any]) -> bytes:
     """Encode a server-sent event without a name."""
-    return b"data: " + orjson.dumps(payload) + b"\n\n"
+    return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
 def named_event(name: str, payload: dict[str, Any]) -> bytes:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
-import orjson
+import msgspec
 from pydantic_core import from_json
 
 from baton.types.errors import BatonError
@@ -19,7 +19,7 @@ from router.frontend.api.formats.answer_parts import (
     More,
     Part,
 )
-from router.frontend.api.formats.integers import encodable
+from router.frontend.api.formats.numbers import encodable
 from router.frontend.api.messages.errors import MESSAGES_ERRORS
 from router.frontend.errors import Refusal
 from router.routing.requests.active_request import ActiveRequest
@@ -175,7 +175,7 @@ def _input(text: str, given: dict[str, Any]) -> Any:
         from_json(text, allow_inf_nan=False)  # `NaN` is no JSON
     except ValueError:
         return encodable(given)
-    return orjson.Fragment(text)
+    return msgspec.Raw(text)
 
 
 def _usage(active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:

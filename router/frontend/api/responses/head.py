@@ -4,10 +4,7 @@ from collections.abc import Sequence
 from time import time
 from typing import Any
 
-import orjson
-
-from baton.types.errors import InvalidRequestError
-from router.frontend.api.formats.integers import encodable
+from router.frontend.api.formats.numbers import encodable
 from router.frontend.api.responses.body import (
     ResponsesBody,
     ResponsesItem,
@@ -32,7 +29,7 @@ def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> 
     text = body.text.model_dump(exclude_none=True, by_alias=True) if body.text is not None else {}
     reasoning = body.reasoning.model_dump() if body.reasoning is not None else {}
     choice = body.tool_choice
-    head = {
+    return {
         "id": answer_id,
         "object": "response",
         "created_at": int(time()),
@@ -62,11 +59,6 @@ def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> 
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
-    try:
-        orjson.dumps(head)
-    except TypeError as error:  # of a schema, most likely
-        raise InvalidRequestError(f"tools, text: {error}", param="tools") from error
-    return head
 
 
 def _tool(tool: ResponsesTool) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import orjson
 
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.stored_responses import StoredResponses
@@ -65,7 +64,7 @@ class ResponseStore:
         keep_s = self._policies.of(tenant).keep_s
         if keep_s == 0:
             return "not_kept", "the policy of this tenant stores nothing (keep_s: 0)"
-        value = orjson.dumps({"response": response, "input": given})  # format of `Kept`
+        value = msgspec.json.encode({"response": response, "input": given})  # format of `Kept`
         if len(value) > self._max_bytes:
             return (
                 "too_large",
