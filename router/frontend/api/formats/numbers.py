@@ -1,4 +1,4 @@
-"""Numbers beyond doubles, which JSON writes and msgspec does not: those of schemas and arguments."""
+"""Numbers beyond doubles in schemas and arguments: JSON writes them, msgspec does not."""
 
 import math
 from typing import Any
