@@ -74,6 +74,9 @@ class FramePuller:
             waited_s = time.monotonic() - began_s
             self.waited_s += waited_s
             self._metrics.observe("baton_credit_wait_seconds", waited_s)
+            if not self._machine.pulls(pull.epoch):  # the hand-off ended meanwhile
+                self._pacer.give_back(room, 0)
+                return
             part = left[: room.frames]
             left = left[room.frames :]
             came_bytes = 0

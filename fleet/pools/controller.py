@@ -435,9 +435,10 @@ class FleetController:
         loaded = slot.phase is Phase.READY
         slot.reason = reason
         self._enter(slot, Phase.DRAINING, now_ns)
-        slot.due_ns = now_ns + DRAIN_LIMIT_NS
         if not loaded:
+            slot.due_ns = now_ns + STOP_AGAIN_NS  # if it is stopping already
             return [slot.describe(), *self._stop_life(slot, now_ns)]
+        slot.due_ns = now_ns + DRAIN_LIMIT_NS
         return [slot.describe(), Drain(slot.worker_id, slot.epoch, DRAIN_LIMIT_NS)]
 
     def _renew(self, slot: Slot, now_ns: int) -> list[Action]:

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
+from baton.config.fleet_file import FleetConfig, PoolsConfig
+from baton.config.pools import TensorParallelConfig
 from fleet.pools.nodes import CapacityError, check_capacity
 from fleet.pools.resources import (
     bundles,

@@ -378,7 +378,7 @@ def test_a_worker_that_turns_ends_what_runs_and_gets_the_new_role_s_requests():
     """Four prompts wait at the worker that turns: it computes the first, another the others."""
     trace = [TraceRequest(0.1 * number, 40_000, 64) for number in range(10)]
     simulation = Simulation(replace(EQUAL, spread_s=0.0, check_every_step=True), trace)
-    simulation.clock.at(3_000_000_000, partial(simulation.turn, "worker-1", "decode"))
+    simulation.clock.at(3_000_000_000, partial(simulation.change_role, "worker-1", "decode"))
     records = simulation.run()
     assert all(record.ends == 1 and not record.error for record in records)
     assert all(record.attempt == 1 for record in records), "no request was placed again as a whole"
@@ -389,7 +389,7 @@ def test_a_worker_that_turns_ends_what_runs_and_gets_the_new_role_s_requests():
 
     later = [TraceRequest(30.0 + number, 2_000, 64) for number in range(6)]
     simulation = Simulation(replace(EQUAL, spread_s=0.0), [*trace, *later])
-    simulation.clock.at(3_000_000_000, partial(simulation.turn, "worker-1", "decode"))
+    simulation.clock.at(3_000_000_000, partial(simulation.change_role, "worker-1", "decode"))
     records = simulation.run()[-6:]
     assert "worker-1" in {record.decode_id for record in records}
     assert {record.prefill_id for record in records} == {"worker-0"}
@@ -402,7 +402,7 @@ def test_requests_run_through_turns_and_deaths():
     for second in range(2, 40, 4):
         worker_id = f"worker-{second % 3}"
         role = "decode" if second % 8 == 2 else "prefill"
-        simulation.clock.at(second * 1_000_000_000, partial(simulation.turn, worker_id, role))
+        simulation.clock.at(second * 1_000_000_000, partial(simulation.change_role, worker_id, role))
     records = simulation.run()
     assert all(record.ends == 1 for record in records)
     assert sum(not record.error for record in records) > 50
@@ -433,7 +433,7 @@ def test_whatever_turns_every_request_ends_once_and_no_block_is_lost(trace, mode
     )
     simulation = Simulation(setup, trace)
     for at_s, number, role in turns:
-        turn = partial(simulation.turn, f"worker-{number}", role)
+        turn = partial(simulation.change_role, f"worker-{number}", role)
         simulation.clock.at(round(at_s * 1e9), turn)
     for record in simulation.run():
         assert record.ends == 1, record
