@@ -402,7 +402,8 @@ def test_requests_run_through_turns_and_deaths():
     for second in range(2, 40, 4):
         worker_id = f"worker-{second % 3}"
         role = "decode" if second % 8 == 2 else "prefill"
-        simulation.clock.at(second * 1_000_000_000, partial(simulation.change_role, worker_id, role))
+        change = partial(simulation.change_role, worker_id, role)
+        simulation.clock.at(second * 1_000_000_000, change)
     records = simulation.run()
     assert all(record.ends == 1 for record in records)
     assert sum(not record.error for record in records) > 50
