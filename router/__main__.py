@@ -24,10 +24,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from baton.config.load import ConfigError, load_config
-from baton.registry.gates import SharedGates
 from baton.registry.redis_store import Registry
-from baton.registry.shared_routes import SharedRoutes
-from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.telemetry.log_export import LogExport
 from baton.telemetry.logs import set_up_logs
 from baton.telemetry.metrics import Metrics
@@ -37,17 +34,9 @@ from baton.telemetry.process_memory import (
     collect_rarely,
     limit_arenas,
 )
-from baton.tenants.audit.inbox import AuditInbox
-from baton.tenants.audit.log import AuditLog
-from baton.tenants.erasures import Erasures
-from baton.tenants.quotas import SharedQuotas
-from baton.tenants.shared_keys import SharedKeys
-from baton.tenants.shared_limits import SharedLimits
-from baton.tenants.usage.shared import SharedUsage
 from baton.types.lanes import whole_fleet
 from baton.wire.process_end import exit_process
-from router.app import Router
-from router.frontend.api.parts import RouterParts
+from router.app import build_app
 from router.frontend.group.group import RouterGroup
 from router.frontend.group.member import Member
 from router.frontend.http.acceptor import MAX_HANDSHAKES
@@ -55,10 +44,11 @@ from router.frontend.http.certificate import LiveCertificate
 from router.frontend.http.places import capacity
 from router.frontend.http.protocol import server_config
 from router.frontend.http.server import RouterServer
-from router.lane_feeds import LaneSources
+from router.process import Process
 from router.routing.reports.request_reports import past_reports
 from router.served_model import ServedModel
 from router.settings import RouterSettings
+from router.sources import LaneSources, Sources
 
 _LOG = logging.getLogger("router")
 
@@ -128,54 +118,25 @@ async def serve(
     for timing in sorted({lane.emulated for lane in lanes if lane.emulated}):
         _LOG.warning("EMULATED fleet (%s): responses are made up, no model runs", timing)
     registry = Registry(settings.redis_url, whole_fleet(settings.fleet))
-    first, *others = (
-        LaneSources.of(lane, model, registry.of_lane(lane.fleet))
-        for lane, model in zip(lanes, models, strict=True)
-    )
-    kept = settings.clients.stored_responses
-    limits = StoreLimits(
-        keep_s=kept.keep_s,
-        tenant_bytes=kept.max_tenant_bytes,
-        total_bytes=kept.max_total_bytes,
-    )
     export = LogExport("router")
-    audit = AuditLog(
-        AuditInbox(registry),
-        Path(settings.audit_file) if settings.audit_file else None,
-        export.emit,
+    process = Process(
+        [
+            (lane, model, LaneSources.of(lane, registry.of_lane(lane.fleet)))
+            for lane, model in zip(lanes, models, strict=True)
+        ],
+        Sources.of(settings, registry, export.emit),
     )
-    router = Router(
-        settings,
-        first.model,
-        first.directory,
-        first.events,
-        shared_adapters=first.adapters,
-        shared_tickets=first.tickets,
-        shared_demands=first.demands,
-        stored_responses=StoredResponses(registry, limits),
-        fleet_orders=first.orders,
-        shared_keys=SharedKeys(registry),
-        shared_limits=SharedLimits(registry),
-        shared_quotas=SharedQuotas(registry),
-        shared_usage=SharedUsage(registry),
-        erasures=Erasures(registry),
-        audit=audit,
-        others=others,
-        shared_routes=SharedRoutes(registry),
-        shared_gates=SharedGates(registry),
-    )
-    metrics = router.parts.metrics
-    audit.on_failure = lambda: metrics.inc("baton_audit_failures")
+    metrics = process.metrics
     registry.on_skipped = lambda _: metrics.inc("baton_registry_records_skipped")
     metrics.before_page.append(lambda: _show_registry(metrics, registry))
-    group = RouterGroup(member, metrics, router.parts.observer.task_failed) if member else None
+    group = RouterGroup(member, metrics, process.observer.task_failed) if member else None
     if member is not None:
-        router.parts.past_reports.file = member.folder / f"{member.index}.reports"
-    app: ASGIApp = router.app()
+        process.past_reports.file = member.folder / f"{member.index}.reports"
+    app: ASGIApp = build_app(process)
     options: dict[str, Any] = {}
     if settings.https is not None:
         certificate = LiveCertificate(settings.https)
-        router.parts.tasks.keep(certificate.follow, "certificate")
+        process.tasks.keep(certificate.follow, "certificate")
         options["ssl_context_factory"] = lambda *_: certificate.context
     server = RouterServer(
         server_config(
@@ -190,14 +151,14 @@ async def serve(
         ),
         group,
         leave_limit_s=settings.default_timeout_s,
-        count_failure=router.parts.observer.task_failed,
+        count_failure=process.observer.task_failed,
     )
-    router.parts.tasks.spawn(speed_up(router.parts), "speed up")
+    process.tasks.spawn(speed_up(process), "speed up")
     own = [member.own_socket] if member is not None else list(sockets)
-    async with router.parts.tasks.beside(_end_requests(server, router), "end requests"):
+    async with process.tasks.beside(_end_requests(server, process), "end requests"):
         await server.serve(own or None)
-    ended = past_reports(router.parts.lanes.newest_first(), router.parts.refused.newest_first())
-    router.parts.past_reports.keep(ended)
+    ended = past_reports(process.lanes.newest_first(), process.refused.newest_first())
+    process.past_reports.keep(ended)
     await registry.close()
     export.close()
 
@@ -207,9 +168,9 @@ def _show_registry(metrics: Metrics, registry: Registry) -> None:
     metrics.count_up("baton_registry_errors", registry.errors)
 
 
-async def speed_up(parts: RouterParts) -> None:
+async def speed_up(process: Process) -> None:
     """Make long texts faster, but not while the workers of a new fleet start and need the CPUs."""
-    lanes = list(parts.lanes)
+    lanes = list(process.lanes)
     rest_s = 0.0
     await asyncio.sleep(_POLL_S)
     while not any(lane.gateway.workers.usable for lane in lanes):
@@ -220,10 +181,10 @@ async def speed_up(parts: RouterParts) -> None:
         await asyncio.to_thread(lane.model.speed_up)
 
 
-async def _end_requests(server: RouterServer, router: Router) -> None:
+async def _end_requests(server: RouterServer, process: Process) -> None:
     """After a signal, let responses finish for a short time; then end them with an error."""
     await server.stopping.wait()
-    gateways = [lane.gateway for lane in router.parts.lanes]
+    gateways = [lane.gateway for lane in process.lanes]
     for gateway in gateways:
         gateway.stopping = True
     await asyncio.sleep(_GRACE_S - 1)

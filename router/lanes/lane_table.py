@@ -2,45 +2,32 @@
 
 from collections.abc import Iterator, Sequence
 from heapq import merge
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from baton.types.errors import InvalidRequestError, ModelNotFoundError
 from baton.types.lanes import OF_VERSION, split_version
 from baton.types.routes import NameRoute, RouteTable
+from router.lane import Lane
 from router.lanes.routes import Route, route
 from router.routing.reports.request_reports import report_of
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
 from router.routing.workers.table import Slot
-from router.served_model import ServedModel, not_served
+from router.served_model import not_served
 
 
-class Lane(Protocol):
-    """Parts of a router that belong to one model."""
-
-    @property
-    def model(self) -> ServedModel:
-        """Model of the lane."""
-
-    @property
-    def gateway(self) -> Gateway:
-        """Requests and workers of the lane."""
-
-
-LaneT = TypeVar("LaneT", bound=Lane)
-
-
-class LaneTable(Generic[LaneT]):
+class LaneTable:
     """All lanes of one router. The first is the default of calls that name no model."""
 
-    def __init__(self) -> None:
-        self._lanes: list[LaneT] = []
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = lanes
 
-    def add(self, lane: LaneT) -> None:
-        """Serve another model."""
-        self._lanes.append(lane)
+    @property
+    def first(self) -> Lane:
+        """The default lane."""
+        return self._lanes[0]
 
-    def __iter__(self) -> Iterator[LaneT]:
+    def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes)
 
     def __len__(self) -> int:
@@ -53,7 +40,7 @@ class LaneTable(Generic[LaneT]):
 
     def of(
         self, name: str, tenant: str | None = None, allowed: Sequence[str] | None = None
-    ) -> LaneT:
+    ) -> Lane:
         """Return the lane of a model or adapter, if the tenant (None: any tenant) may use it.
 
         Args:
@@ -147,7 +134,7 @@ class LaneTable(Generic[LaneT]):
         """Return the names that `of` accepts, by lane: its model's, then its adapters'."""
         return [name for lane in self for name in lane.model.served_names(tenant, allowed)]
 
-    def base(self, name: str | None, param: str) -> LaneT:
+    def base(self, name: str | None, param: str) -> Lane:
         """Return the lane with this name of a base model; None: the only lane.
 
         Raises:

@@ -10,16 +10,18 @@ the queue, so that it is in no usage, limit or latency of clients.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from baton.telemetry.metrics import Metrics
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import BatonError, CancelledError_
+from router.lanes.canaries import outcome_of
 from router.lanes.gate import GateBook, Outcome
+from router.lanes.lane_table import LaneTable
 from router.request import GenerationRequest
 from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.call import Call, Prepare
 from router.routing.requests.gateway import Gateway
 from router.routing.requests.readiness import probed
 
@@ -28,41 +30,33 @@ LAST = 2**31 - 1
 _TENANT = "shadow traffic"  # no tenant can have this name
 
 Result = Literal["same", "different", "answered", "failed", "refused", "left_out"]
-Prepare = Callable[[], Awaitable[Sequence[GenerationRequest]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Shadow:
-    """Model that runs copies of the requests for a name."""
-
-    name: str
-    model: str
-    gateway: Gateway
 
 
 class Shadows:
     """Runs the copies at one router."""
 
-    def __init__(self, gates: GateBook, metrics: Metrics, tasks: BackgroundTasks) -> None:
+    def __init__(
+        self, gates: GateBook, lanes: LaneTable, metrics: Metrics, tasks: BackgroundTasks
+    ) -> None:
         self._gates = gates
+        self._lanes = lanes
         self._metrics = metrics
         self._tasks = tasks
 
-    def copy(self, shadow: Shadow, answered: Sequence[ActiveRequest], prepare: Prepare) -> None:
-        """Run a copy of an answered call beside the caller.
-
-        Args:
-            shadow: Model that runs it.
-            answered: Requests of the call, whose tokens are still there.
-            prepare: Returns the requests as the shadow's model needs them.
-        """
-        if not shadow.gateway.has_spare_place:
+    def answered(self, call: Call) -> None:
+        """Let the shadow of a name, if it has one, run a copy of a call beside its client."""
+        routed = call.requests[0].routed
+        if routed is None or call.copied is None or not self._lanes.serves(call.shadow):
+            return
+        gateway = self._lanes.of(call.shadow).gateway
+        shadow = _Shadow(routed.requested, call.shadow, gateway)
+        if not gateway.has_spare_place:
             self._count(shadow, "left_out")
             return
-        client = [_Answer.of(active) for active in answered]
-        self._tasks.spawn(self._run(shadow, client, prepare), "shadow")
+        client = [_Answer.of(active) for active in call.active]
+        self._tasks.spawn(self._run(shadow, client, call.copied), "shadow")
 
-    async def _run(self, shadow: Shadow, client: "list[_Answer]", prepare: Prepare) -> None:
+    async def _run(self, shadow: "_Shadow", client: "list[_Answer]", prepare: Prepare) -> None:
         try:
             requests = await prepare()
             copies = (probed(shadow.gateway, as_copy(request)) for request in requests)
@@ -85,13 +79,13 @@ class Shadows:
             self._count(shadow, result)
 
     def _judge(
-        self, shadow: Shadow, copy: Outcome, client: "list[_Answer]", same: bool | None
+        self, shadow: "_Shadow", copy: Outcome, client: "list[_Answer]", same: bool | None
     ) -> None:
         gate = self._gates.get(shadow.name)
         if gate is not None and gate.entry.candidate == shadow.model:
             gate.compared(copy, client[0].outcome, same=same)
 
-    def _count(self, shadow: Shadow, result: Result) -> None:
+    def _count(self, shadow: "_Shadow", result: Result) -> None:
         self._metrics.inc("baton_shadow_requests", model=shadow.model, result=result)
 
 
@@ -109,17 +103,13 @@ def as_copy(request: GenerationRequest) -> GenerationRequest:
     )
 
 
-def outcome_of(active: ActiveRequest) -> Outcome:
-    """Return the outcome of an answered request, with its latencies if it has generated tokens."""
-    record = active.record
-    if active.request.pooling or not record.first_token_ns:
-        return Outcome(failed=False)
-    later = record.completion_tokens // active.request.sampling.n - 1
-    return Outcome(
-        failed=False,
-        ttft_s=(record.first_token_ns - active.request.arrived_ns) / 1e9,
-        itl_s=(record.last_token_ns - record.first_token_ns) / 1e9 / later if later > 0 else None,
-    )
+@dataclass(frozen=True, slots=True)
+class _Shadow:
+    """Model that runs copies of the requests for a name."""
+
+    name: str
+    model: str
+    gateway: Gateway
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from baton.types.errors import (
     LimitTooSmallError,
     RateLimitError,
 )
+from router.tenants.metered_call import MeteredCall
 from router.tenants.quota import EXCHANGE_NS, Never, Quotas, Reservation, Taken, Wait
 
 _LOG = logging.getLogger(__name__)
@@ -138,6 +139,32 @@ class QuotaFeed:
                 retry_after_s=after_s,
             )
         return outcome.reservation if isinstance(outcome, Taken) else None
+
+    async def begun(self, call: MeteredCall) -> None:
+        """Reserve the tokens of all prompts of a call, each once, and of all answers."""
+        if not self.quotas.has_limits(call.tenant):
+            return
+        requests = call.requests
+        answer_tokens = [
+            0 if one.pooling or one.prompt_logprobs_only else one.sampling.max_tokens
+            for one in requests
+        ]
+        call.reservation = await self.reserve(
+            call.tenant,
+            sum(len(one.prompt) for one in requests),
+            sum(one.sampling.n for one in requests),
+            max(answer_tokens),
+        )
+
+    def ended(self, call: MeteredCall) -> None:
+        """Correct the reservation by the usage; a prompt that no worker received is free."""
+        if call.reservation is not None:
+            self.quotas.settle(
+                call.reservation,
+                sum(record.prompt_tokens for record in call.placed),
+                sum(record.completion_tokens for record in call.placed),
+                monotonic_ns(),
+            )
 
     async def _await_exchange(self, *, at_once: bool) -> None:
         """Wait for the next exchange, which begins ``at_once`` or at its time."""

@@ -1,57 +1,58 @@
 """Usage of the calls of one router, by tenant, API key and model."""
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
 from batonpb.decode_pb2 import RequestTimes
 
 from baton.tenants.usage.ledger import HOUR_S, Counters, Ledger, RowName
 from router.request import GenerationRequest
+from router.tenants.metered_call import MeteredCall
 
 
 class UsageCounter:
-    """Adds calls to the rows of the current hour.
+    """Adds calls to the rows of the current hour in the ``ledger`` of a router."""
 
-    Args:
-        ledger: Usage of this router.
-        model: Name of the base model.
-    """
-
-    def __init__(self, ledger: Ledger, model: str) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self._model = model
 
-    def answered(self, request: GenerationRequest, usage: Mapping[str, Any]) -> None:
-        """Count a call by the ``usage`` of its answer, in OpenAI's form."""
-        row = self._row(request)
-        row.requests += 1
-        row.input_tokens += usage["prompt_tokens"]
-        row.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
-        row.output_tokens += usage["completion_tokens"]
-        row.reasoning_tokens += usage["completion_tokens_details"]["reasoning_tokens"]
+    def ended(self, call: MeteredCall) -> None:
+        """Count a call by what the answer's ``usage`` contains, or its error.
 
-    def failed(self, request: GenerationRequest, code: str) -> None:
-        """Count a call that ended with an error in place of an answer."""
-        _add_refusal(self._row(request), code)
+        A client that has left pays for what workers had received and generated until then.
+        """
+        if not call.tenant:
+            return
+        placed = call.placed
+        if call.error is not None:
+            refusals = self._row_of(call).refusals
+            refusals[call.error.code] = refusals.get(call.error.code, 0) + 1
+        elif placed or call.status == 200:
+            row = self._row_of(call)
+            row.requests += 1
+            row.input_tokens += sum(record.prompt_tokens for record in placed)
+            row.cached_tokens += sum(record.cached_tokens for record in placed)
+            row.output_tokens += sum(record.completion_tokens for record in placed)
+            row.reasoning_tokens += sum(record.reasoning_tokens for record in placed)
 
-    def refused(self, tenant: str, key_id: str, code: str) -> None:
-        """Count a call that was refused before its model was known."""
-        _add_refusal(self.ledger.row(RowName(_hour(), tenant, key_id, "")), code)
+    def of(self, model: str) -> Callable[[GenerationRequest, RequestTimes], None]:
+        """Return a function that adds the time that a worker of ``model`` has computed."""
 
-    def charge(self, request: GenerationRequest, times: RequestTimes) -> None:
-        """Add the time that a worker computed for a request."""
-        row = self._row(request)
-        row.input_ns += times.input_ns
-        row.output_ns += times.output_ns
+        def charge(request: GenerationRequest, times: RequestTimes) -> None:
+            row = self._row(request, model)
+            row.input_ns += times.input_ns
+            row.output_ns += times.output_ns
 
-    def _row(self, request: GenerationRequest) -> Counters:
-        model = self._model if request.adapter is None else request.adapter.name
-        return self.ledger.row(RowName(_hour(), request.tenant, request.key_id, model))
+        return charge
 
+    def _row_of(self, call: MeteredCall) -> Counters:
+        if call.requests:
+            return self._row(call.requests[0], call.model)
+        return self.ledger.row(RowName(_hour(), call.tenant, call.key_id, ""))
 
-def _add_refusal(row: Counters, code: str) -> None:
-    row.refusals[code] = row.refusals.get(code, 0) + 1
+    def _row(self, request: GenerationRequest, model: str) -> Counters:
+        name = model if request.adapter is None else request.adapter.name
+        return self.ledger.row(RowName(_hour(), request.tenant, request.key_id, name))
 
 
 def _hour() -> int:

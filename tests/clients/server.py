@@ -18,10 +18,12 @@ from baton.registry.redis_store import Registry
 from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.wire.fleet_token import FleetToken
 from fleet.local.redis_server import EmbeddedRedis
-from router.app import Router
+from router.app import build_app
 from router.frontend.http.protocol import server_config
+from router.process import Process
 from router.served_model import ServedModel
 from router.settings import RouterSettings
+from router.sources import LaneSources, Sources
 from tests.clients.shaped_worker import ShapedWorker
 from tests.router.conftest import record_of, until
 from tests.router.emulated_worker import EmulatedWorker
@@ -58,11 +60,13 @@ async def serving(
         registry = Registry(redis.url, "clients")
         limits = StoreLimits(keep_s=600, tenant_bytes=2**20, total_bytes=2**20)
         stored = StoredResponses(registry, limits)
-        router = Router(settings, model, directory, stored_responses=stored)
+        router = Process(
+            [(settings, model, LaneSources(directory=directory))], Sources(responses=stored)
+        )
         server = uvicorn.Server(
             server_config(
-                router.app(),
-                router.parts.metrics,
+                build_app(router),
+                router.metrics,
                 settings.clients,
                 port=0,
                 timeout_graceful_shutdown=1,
@@ -75,7 +79,7 @@ async def serving(
         task = asyncio.create_task(server.serve())
         try:
             await until(lambda: server.started, timeout_s=30)
-            slots = router.parts.gateway.workers
+            slots = router.lanes.first.gateway.workers
             await until(lambda: slots.get("decode-0") and slots.get("decode-0").state == "ready")
             port = server.servers[0].sockets[0].getsockname()[1]
             yield f"http://127.0.0.1:{port}"

@@ -26,7 +26,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 async def fleet(make_fleet, registry):
-    return await make_fleet({"decode-0": None}, api_keys={}, shared_keys=SharedKeys(registry))
+    return await make_fleet({"decode-0": None}, api_keys={}, keys=SharedKeys(registry))
 
 
 async def run(fleet, *arguments: str, code: int = 0):
@@ -141,7 +141,7 @@ async def test_without_redis_a_key_ends_here_other_changes_fail_and_the_list_is_
 
 
 async def test_a_fleet_that_checks_no_keys_issues_none(make_fleet, registry) -> None:
-    fleet = await make_fleet({"decode-0": None}, shared_keys=SharedKeys(registry))
+    fleet = await make_fleet({"decode-0": None}, keys=SharedKeys(registry))
     result = await run(fleet, "create", "a", code=1)
     assert "this fleet checks no API keys" in result.output
     assert "bt-" not in result.output

@@ -32,8 +32,8 @@ async def fleet(make_fleet, registry):
     return await make_fleet(
         {"decode-0": None},
         api_keys={},
-        shared_limits=SharedLimits(registry),
-        shared_quotas=SharedQuotas(registry),
+        limits=SharedLimits(registry),
+        quotas=SharedQuotas(registry),
         erasures=Erasures(registry),
     )
 
@@ -65,7 +65,7 @@ async def test_a_team_is_limited_and_freed_again(fleet) -> None:
     receipt = (await run(fleet, "delete", "team-a", code=1)).splitlines()
     assert receipt[0].startswith("team-a: deleted at 20")
     assert "  limits             removed" in receipt
-    assert f"  confirmed by       router {fleet.router.gateway.router_id}" in receipt
+    assert f"  confirmed by       router {fleet.lane.gateway.router_id}" in receipt
     late = "decode-0: has not confirmed; it erases its KV later"
     assert f"  not deleted        {late}" in receipt, "this worker is a script"
     assert not quotas.has_limits("team-a")

@@ -15,11 +15,12 @@ from baton.registry.event_feed import EventFeed
 from baton.registry.redis_store import Registry
 from baton.registry.workers import RegistryWatcher
 from baton.wire.fleet_token import FleetToken
-from router.app import Router
+from router.app import build_app
 from router.frontend.http.protocol import server_config
+from router.process import Process
 from router.served_model import ServedModel
 from router.settings import RouterSettings
-from tests.router.conftest import until
+from tests.router.conftest import process_of, until
 from tests.router.quick_server import QuickServer
 from tests.workers.harness import TOKEN, WorkerProcess
 
@@ -64,12 +65,12 @@ class Answer:
 class LadderFleet:
     """One router in this process, workers in theirs."""
 
-    def __init__(self, router: Router, workers: dict[str, WorkerProcess], start: Start) -> None:
+    def __init__(self, router: Process, workers: dict[str, WorkerProcess], start: Start) -> None:
         self.router = router
         self.url = ""
         self.workers = workers
         self.start = start
-        self.gateway = router.parts.gateway
+        self.gateway = router.lanes.first.gateway
         self.table = self.gateway.workers
         self.prompt_of = prompt_of
         self.deaths: list[str] = []
@@ -224,11 +225,13 @@ async def ladder_fleet(
         served = ServedModel(
             artifact, ("default",), max_context_tokens=context_tokens, emulated=True
         )
-        router = Router(router_settings, served, RegistryWatcher(registry), EventFeed(registry))
-        app = router.app()
+        router = process_of(
+            router_settings, served, RegistryWatcher(registry), events=EventFeed(registry)
+        )
+        app = build_app(router)
         config = server_config(
             app,
-            router.parts.metrics,
+            router.metrics,
             router_settings.clients,
             port=0,
             timeout_graceful_shutdown=1,

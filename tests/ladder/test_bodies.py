@@ -185,7 +185,7 @@ async def test_each_body_by_each_api(artifact, tiny_model, redis_server, holds, 
     if transport != "shared_memory":  # a slow test
         ways += [("responses", True), ("messages", True)]
     async with ladder_fleet(artifact, redis_server.url, transport, *names, **settings) as fleet:
-        await asyncio.to_thread(fleet.router.parts.model.speed_up)
+        await asyncio.to_thread(fleet.router.lanes.first.model.speed_up)
         caller = Caller(fleet)
         await check_everywhere(caller, BODIES["short"])
         collect_rarely(ROUTER_OBJECTS)

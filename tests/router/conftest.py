@@ -7,26 +7,30 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 
 import httpx
 import pytest
 import uvicorn
+from fastapi import FastAPI
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.model.artifact import resolve_model
 from baton.registry.types import WorkerRecord
 from baton.wire.fleet_token import FleetToken
-from router.app import Router
+from router.app import build_app
 from router.frontend.http.protocol import server_config
+from router.process import Process
 from router.served_model import ServedModel
 from router.settings import RouterSettings
+from router.sources import LaneSources, Sources
 from tests.router.emulated_worker import EmulatedWorker, Script
 from tests.router.quick_server import QuickServer
 from tests.router.static_directory import StaticDirectory
 
 MODEL = "smollm2"
+SOURCES = {field.name for field in fields(Sources)}
 OPS = {"authorization": "Bearer secret"}  # the fleet's token
 
 
@@ -38,6 +42,12 @@ def artifact():
 @pytest.fixture(scope="session")
 def model(artifact):
     return ServedModel(artifact, (MODEL, "alias"))
+
+
+def process_of(settings: RouterSettings, model: ServedModel, directory, **sources) -> Process:
+    """A router with one lane; ``sources`` are those of the lane."""
+    lane = LaneSources(directory=directory, **sources)
+    return Process([(settings, model, lane)], Sources())
 
 
 def free_port() -> int:
@@ -63,9 +73,12 @@ async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None
 class Fleet:
     """One router and its workers."""
 
-    def __init__(self, router: Router, server: uvicorn.Server, directory: StaticDirectory) -> None:
-        self.router = router.parts
-        self.app = router.app
+    def __init__(
+        self, router: Process, app: FastAPI, server: uvicorn.Server, directory: StaticDirectory
+    ) -> None:
+        self.router = router
+        self.lane = router.lanes.first
+        self.app = app
         self.directory = directory
         self.workers: dict[str, EmulatedWorker] = {}
         self.processes: list[asyncio.subprocess.Process] = []
@@ -98,7 +111,7 @@ class Fleet:
         return process
 
     def state(self, worker_id: str) -> str:
-        slot = self.router.gateway.workers.get(worker_id)
+        slot = self.lane.gateway.workers.get(worker_id)
         return slot.state if slot is not None else ""
 
     async def chat(self, text: str = "hi", headers: dict | None = None, **body) -> httpx.Response:
@@ -132,52 +145,25 @@ async def make_fleet(model):
     """Call with worker ids and scripts: ``await make_fleet({"decode-0": Script()}, port=…)``."""
     fleets: list[tuple[Fleet, asyncio.Task]] = []
 
-    async def make(
-        workers: dict[str, Script | None],
-        served=model,
-        stored_responses=None,
-        shared_demands=None,
-        fleet_orders=None,
-        shared_keys=None,
-        shared_limits=None,
-        shared_quotas=None,
-        shared_usage=None,
-        erasures=None,
-        audit=None,
-        others=(),
-        shared_routes=None,
-        shared_gates=None,
-        **settings,
-    ) -> Fleet:
+    async def make(workers: dict[str, Script | None], served=model, others=(), **more) -> Fleet:
+        """``more``: sources of the process or its first lane, and settings."""
+        sources = {name: more.pop(name) for name in more.keys() & SOURCES}
+        lane = {name: more.pop(name) for name in more.keys() & {"demands", "commands"}}
         token = FleetToken("secret")
-        base = RouterSettings(model=DEFAULT_MODEL, model_names=served.names, fleet_token=token)
-        directory = StaticDirectory()
-        settings = replace(base, **settings)
-        router = Router(
-            settings,
-            served,
-            directory,
-            stored_responses=stored_responses,
-            shared_demands=shared_demands,
-            fleet_orders=fleet_orders,
-            shared_keys=shared_keys,
-            shared_limits=shared_limits,
-            shared_quotas=shared_quotas,
-            shared_usage=shared_usage,
-            erasures=erasures,
-            audit=audit,
-            others=others,
-            shared_routes=shared_routes,
-            shared_gates=shared_gates,
+        settings = RouterSettings(
+            model=DEFAULT_MODEL, model_names=served.names, **{"fleet_token": token} | more
         )
-        app, metrics = router.app(), router.parts.metrics
+        directory = StaticDirectory()
+        first = (settings, served, LaneSources(directory=directory, **lane))
+        process = Process([first, *others], Sources(**sources))
+        app, metrics = build_app(process), process.metrics
         server = QuickServer(
             server_config(app, metrics, settings.clients, port=0, timeout_graceful_shutdown=1)
         )
         server.capture_signals = contextlib.nullcontext
         task = asyncio.create_task(server.serve())
         await until(lambda: server.started)
-        fleet = Fleet(router, server, directory)
+        fleet = Fleet(process, app, server, directory)
         fleets.append((fleet, task))
         for worker_id, script in workers.items():
             await fleet.add(worker_id, script)

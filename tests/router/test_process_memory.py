@@ -78,7 +78,7 @@ async def test_calls_and_connections_leave_no_reference_cycles(fleet):
             client.stream("POST", "/v1/chat/completions", json=message | {"stream": True}) as drop,
         ):
             await anext(drop.aiter_lines())
-        assert len([*fleet.router.gateway.kept.newest_first()]) == 7
+        assert len([*fleet.lane.gateway.kept.newest_first()]) == 7
         await until(lambda: count_of(*kinds) <= before)
     finally:
         gc.enable()

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from baton.types.errors import QueueFullError
-from router.frontend.api.answer import AnswerContext, Exchange
 from router.frontend.api.bodies.embedding import EmbeddingBody
+from router.frontend.api.call_response import AnswerContext, CallResponse
 from router.frontend.api.formats.answer_format import usage
 from router.request import GenerationRequest
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
 
 
-class EmbeddingAnswer(Exchange):
+class EmbeddingAnswer(CallResponse):
     """Response to one embeddings call.
 
     To leave space in the queue, only as many inputs run or wait as one worker runs at once.
@@ -26,33 +26,33 @@ class EmbeddingAnswer(Exchange):
     ) -> None:
         super().__init__(context, requests)
         self._body = body
-        self._at_once = context.router.settings.window_requests
+        self._at_once = context.lane.settings.window_requests
 
     async def _submit_all(self, gateway: Gateway) -> bool:
         """Submit the next input whenever one has ended."""
-        for request in self.requests:
+        for request in self.call.requests:
             if not await self._wait(lambda: self._failed or self._open < self._at_once):
                 return False
             if self._failed:
                 return True
             try:
-                self._active.append(gateway.submit(request, self._wakeup))
+                self.call.active.append(gateway.submit(request, self._wakeup))
             except QueueFullError:
                 if not self._open:
                     raise
                 # The queue is full of other calls: retry when all inputs of this call have ended.
                 if not await self._wait(lambda: not self._open):
                     return False
-                self._active.append(gateway.submit(request, self._wakeup))
+                self.call.active.append(gateway.submit(request, self._wakeup))
         return await self._wait(self._may_start)
 
     @property
     def _failed(self) -> bool:
-        return any(active.record.error is not None for active in self._active)
+        return any(active.record.error is not None for active in self.call.active)
 
     @property
     def _open(self) -> int:
-        return sum(not active.record.ended for active in self._active)
+        return sum(not active.record.ended for active in self.call.active)
 
     def _whole(self) -> dict[str, Any]:
         data = [
@@ -61,13 +61,13 @@ class EmbeddingAnswer(Exchange):
                 "index": index,
                 "embedding": written(active.record.embedding, self._body),
             }
-            for index, active in enumerate(self._active)
+            for index, active in enumerate(self.call.active)
         ]
         return {
             "object": "list",
             "data": data,
             "model": self._body.model,
-            "usage": _usage(self._active),
+            "usage": _usage(self.call.active),
         }
 
 

@@ -4,18 +4,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, TypeVar
-from weakref import WeakKeyDictionary
 
 from fastapi import Request, Response
 from opentelemetry.trace import Span
 
 from baton.telemetry.logs import request_context
 from baton.types.errors import BatonError, DeadlineError, InternalError
-from router.frontend.api.answer import Answer, AnswerContext
+from router.frontend.api.answer import Answer
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.common import ModelBody
 from router.frontend.api.bodies.completion import CompletionBody
@@ -24,14 +22,16 @@ from router.frontend.api.bodies.fields import Ignored
 from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.call_headers import client_id_of, ignored_of
+from router.frontend.api.call_response import AnswerContext
 from router.frontend.api.embeddings import EmbeddingAnswer
+from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.api.formats.answer_format import ChunkFormat, DataEvents
 from router.frontend.api.formats.openai import ChatFormat, CompletionFormat
-from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.api.prepare import (
     NO_GRAMMAR,
     AnswerGrammar,
     Caller,
+    Preparer,
     read_headers,
 )
 from router.frontend.api.relaxation import Relaxations
@@ -39,18 +39,19 @@ from router.frontend.api.structured_output import requested_grammar
 from router.frontend.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.frontend.conversation import opening_of
 from router.frontend.errors import OPENAI_ERRORS, ErrorShape, Refusal, refused_id
+from router.frontend.http.connection import Deliveries
 from router.frontend.http.departure import ended_by_departure
 from router.frontend.http.intake import arrived_ns_of
 from router.frontend.off_loop import off_loop
-from router.lanes.shadow import Shadow
+from router.lane import Lane
+from router.process import Process
 from router.request import GenerationRequest, Routed
-from router.routing.reports.refusals import RefusedRequest
-from router.served_model import ServedModel
+from router.routing.requests.call import Call
 
 _Body = TypeVar("_Body", bound=ModelBody)
 
 
-def routes(router: RouterParts) -> Endpoints:
+def routes(router: Process) -> Endpoints:
     """Return ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/embeddings``."""
     api = Endpoints()
     calls = Calls(router)
@@ -73,75 +74,79 @@ def routes(router: RouterParts) -> Endpoints:
     return api
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """What is known of a call besides its body when its lane is found."""
+
+    lane: Lane
+    caller: Caller
+    size_bytes: int
+    at_ns: int
+
+    @property
+    def preparer(self) -> Preparer:
+        """Converter of bodies to requests of the lane."""
+        lane = self.lane
+        return Preparer(lane.model, lane.settings, lane.gateway.workers.pool_tokens)
+
+    def traced(self, span: Span) -> Self:
+        """Return the arrival with ``span`` as the parent of the workers' spans."""
+        return replace(self, caller=traceparent_of(span, self.caller))
+
+
 class Calls:
     """Handlers that validate a request and return the response that runs it."""
 
-    def __init__(self, router: RouterParts, errors: ErrorShape = OPENAI_ERRORS) -> None:
-        self.serve(router)
+    def __init__(self, router: Process, errors: ErrorShape = OPENAI_ERRORS) -> None:
+        self._router = router
         self._errors = errors
-        self._of_lanes: WeakKeyDictionary[ServedModel, Self] = WeakKeyDictionary()
+        self._deliveries = Deliveries()
+        self._relaxations = {lane: Relaxations(lane.grammars) for lane in router.lanes}
 
     async def answer(
         self,
         request: Request,
         endpoint: str,
         kind: type[_Body],
-        respond: Callable[[Self, _Body, int, Caller, int], Awaitable[Response]],
+        respond: Callable[[Self, _Body, Arrival], Awaitable[Response]],
     ) -> Response:
-        """Check caller and body, then ``respond(calls, body, size_bytes, caller, now_ns)``.
-
-        ``calls`` are those of the lane that serves the model.
-        """
+        """Check caller and body, then ``respond(calls, body, arrival)``."""
         now_ns = arrived_ns_of(request.scope)
         router = self._router
         ignored = ignored_of(request)
-        with self._counted(request, endpoint, now_ns):
+        with self._refusals(request, endpoint, now_ns):
             caller = read_headers(request.headers, router.settings, ignored)
-        with self._counted(request, endpoint, now_ns, caller):
+        with self._refusals(request, endpoint, now_ns, caller):
             raw = await read_body(request, router, deadline_s=caller.timeout_s)
-            body = await off_loop(
-                len(raw), lambda: parse(kind, raw, ignored, model=router.model.names[0])
-            )
+            first = router.lanes.first.model.names[0]
+            body = await off_loop(len(raw), lambda: parse(kind, raw, ignored, model=first))
             async with ended_by_departure(request.scope):
                 lane, caller, name = await self._routed(body, caller)
                 if body.model != name:
                     body = body.model_copy(update={"model": name})
-                response = await respond(self._of(lane), body, len(raw), caller, now_ns)
-                if isinstance(response, Answer):
-                    self._follow(response, caller, partial(self._again, respond, body, len(raw)))
+                arrival = Arrival(lane=lane, caller=caller, size_bytes=len(raw), at_ns=now_ns)
+                response = await respond(self, body, arrival)
+                if isinstance(response, Answer) and caller.shadow:
+                    response.call.shadow = caller.shadow
+                    response.call.copied = partial(self._copied, respond, body, arrival)
                 return response
 
-    def _follow(
+    async def _copied(
         self,
-        response: Answer,
-        caller: Caller,
-        again: Callable[[Caller], Awaitable[Sequence[GenerationRequest]]],
-    ) -> None:
-        """Let the shadow of a name, if it has one, run a copy of an answered call."""
-        router = self._router
-        if caller.routed is None or not router.lanes.serves(caller.shadow):
-            return
-        gateway = router.lanes.of(caller.shadow).gateway
-        shadow = Shadow(caller.routed.requested, caller.shadow, gateway)
-        response.on_answered = lambda ended: router.shadows.copy(
-            shadow, ended, lambda: again(caller)
-        )
-
-    async def _again(
-        self,
-        respond: Callable[[Self, _Body, int, Caller, int], Awaitable[Response]],
+        respond: Callable[[Self, _Body, Arrival], Awaitable[Response]],
         body: _Body,
-        size: int,
-        caller: Caller,
+        arrival: Arrival,
     ) -> Sequence[GenerationRequest]:
         """Return the requests of a call for the shadow, with its own tokenizer and template."""
-        calls = self._of(self._router.lanes.of(caller.shadow))
+        caller = arrival.caller
         body = body.model_copy(update={"model": caller.shadow})
+        lane = self._router.lanes.of(caller.shadow)
         caller = replace(caller, routed=None, models=None, shadow="", ignored=Ignored())
-        response = await respond(calls, body, size, caller, time.monotonic_ns())
-        return response.requests if isinstance(response, Answer) else ()
+        copied = replace(arrival, lane=lane, caller=caller, at_ns=time.monotonic_ns())
+        response = await respond(self, body, copied)
+        return response.call.requests if isinstance(response, Answer) else ()
 
-    async def _routed(self, body: ModelBody, caller: Caller) -> tuple[RouterParts, Caller, str]:
+    async def _routed(self, body: ModelBody, caller: Caller) -> tuple[Lane, Caller, str]:
         """Return the lane that answers a call, the caller with the reason, and the model.
 
         A caller whose models are limited may use the models of an alias that it may name.
@@ -151,7 +156,7 @@ class Calls:
         text = ""
         if router.routes.needs_conversation(name):
             text = await self.conversation(body, caller)
-        found = router.lanes.route(
+        route = router.lanes.route(
             router.routes.table,
             name,
             caller.tenant,
@@ -159,164 +164,131 @@ class Calls:
             text,
             may_fall_back=caller.may_fall_back,
         )
-        lane = router.lanes.of(found.model, caller.tenant)
-        model = lane.model.own_name(found.model)
-        routed = Routed(
-            model, lane.model.version_of(found.model), found.why, found.rollback_to, name
-        )
-        models = caller.models if found.model == name else None
-        caller = replace(caller, routed=routed, models=models, shadow=found.shadow)
-        return lane, caller, found.model
+        lane = router.lanes.of(route.model, caller.tenant)
+        model = lane.model.own_name(route.model)
+        version = lane.model.version_of(route.model)
+        routed = Routed(model, version, route.why, route.rollback_to, name)
+        models = caller.models if route.model == name else None
+        caller = replace(caller, routed=routed, models=models, shadow=route.shadow)
+        return lane, caller, route.model
 
     async def conversation(self, body: ModelBody, caller: Caller) -> str:
         """Return the text that the requests of a conversation have in common."""
         return opening_of(body)
 
-    def _of(self, lane: RouterParts) -> Self:
-        """Return the handlers of another lane."""
-        if lane is self._router:
-            return self
-        found = self._of_lanes.get(lane.model)
-        if found is None:
-            found = self._of_lanes[lane.model] = copy(self)
-            found.serve(lane)
-        return found
-
-    def serve(self, lane: RouterParts) -> None:
-        """Handle the calls of a lane."""
-        self._router = lane
-        self._relaxations = Relaxations(lane.grammars)
-
     @contextlib.contextmanager
-    def _counted(
+    def _refusals(
         self, request: Request, endpoint: str, now_ns: int, caller: Caller | None = None
     ) -> Iterator[None]:
-        """Count and keep requests that are rejected before an answer exists."""
+        """Let observers know of calls that are refused before an answer exists."""
         try:
             yield
         except Exception as error:
             refusal = error if isinstance(error, BatonError) else InternalError(str(error))
-            if caller is not None:
-                self._router.gateway.usage.refused(caller.tenant, caller.key_id, refusal.code)
-            self._router.observer.rejected(refusal.code, "all")
-            status = self._errors.status(Refusal.of(refusal))
-            self._router.observer.answered(endpoint, status, "all")
-            name = refused_id(request)
-            with request_context(name, caller.traceparent if caller is not None else ""):
-                self._router.request_log.refused(refusal, endpoint, "all")
-            self._router.refused.add(
-                RefusedRequest(
-                    id=name,
-                    client_id=client_id_of(request.headers),
-                    tenant=caller.tenant if caller is not None else "",
-                    endpoint=endpoint,
-                    status=status,
-                    code=refusal.code,
-                    reason=refusal.message,
-                    arrived_ns=now_ns,
-                    refused_ns=time.monotonic_ns(),
-                )
+            call = Call(
+                id=refused_id(request),
+                endpoint=endpoint,
+                arrived_ns=now_ns,
+                tenant=caller.tenant if caller is not None else "",
+                key_id=caller.key_id if caller is not None else "",
+                client_id=client_id_of(request.headers),
             )
+            observers = self._router.observers
+            with request_context(call.id, caller.traceparent if caller is not None else ""):
+                observers.refuse(call, refusal, self._errors.status(Refusal.of(refusal)))
+                observers.end(call)
             raise
 
-    async def embeddings(
-        self, body: EmbeddingBody, size: int, caller: Caller, now_ns: int
-    ) -> Response:
+    async def embeddings(self, body: EmbeddingBody, arrival: Arrival) -> Response:
         """Return the response to an embeddings call."""
-        context, requests = await self.embedding_requests("embeddings", body, size, caller, now_ns)
+        context, requests = await self.embedding_requests("embeddings", body, arrival)
         return EmbeddingAnswer(context, requests, body)
 
     async def embedding_requests(
-        self, endpoint: str, body: EmbeddingBody, size: int, caller: Caller, now_ns: int
+        self, endpoint: str, body: EmbeddingBody, arrival: Arrival
     ) -> tuple[AnswerContext, list[GenerationRequest]]:
         """Return the context of an embeddings call, and a request for each input."""
-        preparer = self._router.preparer
-        span = embedding_span(self._router.tracing, body, caller)
-        caller = traceparent_of(span, caller)
+        span = embedding_span(self._router.tracing, body, arrival.caller)
+        arrival = arrival.traced(span)
+        preparer = arrival.preparer
         with ended_on_error(span):
-            requests = await off_loop(size, lambda: preparer.embeddings(body, caller, now_ns))
-        return self.context(endpoint, requests[0].answer_id, span), requests
+            requests = await off_loop(
+                arrival.size_bytes,
+                lambda: preparer.embeddings(body, arrival.caller, arrival.at_ns),
+            )
+        return self.context(endpoint, requests[0].answer_id, arrival, span), requests
 
-    async def chat(self, body: ChatBody, size: int, caller: Caller, now_ns: int) -> Response:
+    async def chat(self, body: ChatBody, arrival: Arrival) -> Response:
         """Return the response to a chat."""
-        prepared, span = await self.chat_request(body, size, caller, now_ns)
+        prepared, span = await self.chat_request(body, arrival)
         chunks = ChatFormat(
             n=prepared.sampling.n,
             custom=body.custom_tools,
             functions=bool(body.functions),
-            **self._format_parts(prepared.request_id, body),
+            **_format_parts(prepared.request_id, body, arrival.lane),
         )
-        return Answer(
-            self.context("chat", prepared.request_id, span),
-            [prepared],
-            self._events(chunks, body),
-            stream=bool(body.stream),
-        )
-
-    def _events(self, chunks: ChunkFormat, body: GenerationBody) -> DataEvents:
-        return DataEvents(
-            chunks, include_usage=body.include_usage, continuous_usage=body.continuous_usage
-        )
+        context = self.context("chat", prepared.request_id, arrival, span)
+        return Answer(context, [prepared], _events(chunks, body), stream=bool(body.stream))
 
     async def chat_request(
-        self, body: ChatBody, size: int, caller: Caller, now_ns: int
+        self, body: ChatBody, arrival: Arrival
     ) -> tuple[GenerationRequest, Span]:
         """Return the request of a chat and the span of its call, which the answer ends."""
-        router = self._router
-        span = gateway_span(router.tracing, "chat", body, caller)
-        caller = traceparent_of(span, caller)
+        span = gateway_span(self._router.tracing, "chat", body, arrival.caller)
+        arrival = arrival.traced(span)
+        preparer = arrival.preparer
         with ended_on_error(span):
-            grammar = await self._grammar(body, size, caller, now_ns)
+            grammar = await self._grammar(body, arrival)
             prepared = await off_loop(
-                size, lambda: router.preparer.chat(body, caller, now_ns, grammar)
+                arrival.size_bytes,
+                lambda: preparer.chat(body, arrival.caller, arrival.at_ns, grammar),
             )
         return prepared, span
 
-    async def prompt_tokens(
-        self, endpoint: str, body: ChatBody, size: int, caller: Caller, now_ns: int
-    ) -> int:
+    async def prompt_tokens(self, endpoint: str, body: ChatBody, arrival: Arrival) -> int:
         """Return the number of prompt tokens of a chat, for a call that only counts them."""
-        preparer = self._router.preparer
-        prepared = await off_loop(size, lambda: preparer.chat(body, caller, now_ns))
+        caller = arrival.caller
+        preparer = arrival.preparer
+        prepared = await off_loop(
+            arrival.size_bytes, lambda: preparer.chat(body, caller, arrival.at_ns)
+        )
         self._router.observer.answered(endpoint, 200, caller.tenant)
         return len(prepared.prompt)
 
-    async def completions(
-        self, body: CompletionBody, size: int, caller: Caller, now_ns: int
-    ) -> Response:
+    async def completions(self, body: CompletionBody, arrival: Arrival) -> Response:
         """Return the response to a completion of one or more prompts."""
-        router = self._router
-        span = gateway_span(router.tracing, "text_completion", body, caller)
-        caller = traceparent_of(span, caller)
+        span = gateway_span(self._router.tracing, "text_completion", body, arrival.caller)
+        arrival = arrival.traced(span)
+        size_bytes = arrival.size_bytes
+        preparer = arrival.preparer
         with ended_on_error(span):
-            grammar = await self._grammar(body, size, caller, now_ns)
+            grammar = await self._grammar(body, arrival)
             requests = await off_loop(
-                size, lambda: router.preparer.completions(body, caller, now_ns, grammar)
+                size_bytes,
+                lambda: preparer.completions(body, arrival.caller, arrival.at_ns, grammar),
             )
         answer_id = requests[0].answer_id
-        echoes = await off_loop(size, lambda: self._echoes(body)) if body.echo else None
+        decode = arrival.lane.model.tokenizer.decode
+        echoes = await off_loop(size_bytes, lambda: _echoes(body, decode)) if body.echo else None
         chunks = CompletionFormat(
             n=requests[0].sampling.n,
             echoes=echoes,
             echo_logprobs=body.logprobs,
-            **self._format_parts(answer_id, body),
+            **_format_parts(answer_id, body, arrival.lane),
         )
-        return Answer(
-            self.context("completions", answer_id, span),
-            requests,
-            self._events(chunks, body),
-            stream=bool(body.stream),
-        )
+        context = self.context("completions", answer_id, arrival, span)
+        return Answer(context, requests, _events(chunks, body), stream=bool(body.stream))
 
-    async def _grammar(
-        self, body: GenerationBody, size: int, caller: Caller, now_ns: int
-    ) -> AnswerGrammar:
+    async def _grammar(self, body: GenerationBody, arrival: Arrival) -> AnswerGrammar:
         """Return the grammar of the answer after checking it."""
-        request = partial(requested_grammar, body, self._router.model)
+        caller = arrival.caller
+        request = partial(requested_grammar, body, arrival.lane.model)
         try:
-            async with asyncio.timeout(caller.timeout_s - (time.monotonic_ns() - now_ns) / 1e9):
-                found = await self._relaxations.check(
-                    lambda levels: off_loop(size, lambda: request(levels)),
+            async with asyncio.timeout(
+                caller.timeout_s - (time.monotonic_ns() - arrival.at_ns) / 1e9
+            ):
+                grammar = await self._relaxations[arrival.lane].check(
+                    lambda levels: off_loop(arrival.size_bytes, lambda: request(levels)),
                     caller.tenant,
                 )
         except TimeoutError as error:
@@ -325,40 +297,48 @@ class Calls:
                 "x-baton-timeout-ms",
                 f"checking the grammar took longer than {caller.timeout_s:g} s",
             ) from error
-        if found is None:
+        if grammar is None:
             return NO_GRAMMAR
-        for item in found.requested.ignored:
+        for item in grammar.requested.ignored:
             caller.ignored.leave_out(item, "tools[]")
-        return AnswerGrammar(found.compiled, found.requested.checked)
+        return AnswerGrammar(grammar.compiled, grammar.requested.checked)
 
-    def _echoes(self, body: CompletionBody) -> list[str]:
-        decode = self._router.model.tokenizer.decode
-        return [item if isinstance(item, str) else decode(item) for item in body.prompts()]
-
-    def _format_parts(self, answer_id: str, body: GenerationBody) -> dict[str, Any]:
-        model = self._router.model
-        return {
-            "answer_id": answer_id,
-            "created": int(time.time()),
-            "model": body.model,
-            "fingerprint": _fingerprint(
-                model.artifact.weights_digest, self._router.settings.emulated
-            ),
-            "tokenizer": model.tokenizer,
-            "include_usage": body.include_usage,
-            "prompt_logprobs": body.prompt_logprobs,
-            "token_ids": bool(body.return_token_ids),
-        }
-
-    def context(self, endpoint: str, request_id: str, span: Span) -> AnswerContext:
+    def context(
+        self, endpoint: str, request_id: str, arrival: Arrival, span: Span
+    ) -> AnswerContext:
         """Return the context of the answer ``request_id``."""
         return AnswerContext(
             router=self._router,
+            lane=arrival.lane,
+            deliveries=self._deliveries,
             span=span,
             endpoint=endpoint,
             request_id=request_id,
             errors=self._errors,
         )
+
+
+def _events(chunks: ChunkFormat, body: GenerationBody) -> DataEvents:
+    return DataEvents(
+        chunks, include_usage=body.include_usage, continuous_usage=body.continuous_usage
+    )
+
+
+def _echoes(body: CompletionBody, decode: Callable[[list[int]], str]) -> list[str]:
+    return [item if isinstance(item, str) else decode(item) for item in body.prompts()]
+
+
+def _format_parts(answer_id: str, body: GenerationBody, lane: Lane) -> dict[str, Any]:
+    return {
+        "answer_id": answer_id,
+        "created": int(time.time()),
+        "model": body.model,
+        "fingerprint": _fingerprint(lane.model.artifact.weights_digest, lane.settings.emulated),
+        "tokenizer": lane.model.tokenizer,
+        "include_usage": body.include_usage,
+        "prompt_logprobs": body.prompt_logprobs,
+        "token_ids": bool(body.return_token_ids),
+    }
 
 
 def _fingerprint(weights_digest: bytes, emulated: str) -> str:

@@ -14,16 +14,17 @@ from router.frontend.api.bodies.parse import parse
 from router.frontend.api.bodies.rendering import rendering
 from router.frontend.api.bodies.tokens import DetokenizeBody, TokenizeBody
 from router.frontend.api.call_headers import ignored_of
-from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.api.tool_use.offered import messages_of, offered
 from router.frontend.audited import audited
 from router.frontend.off_loop import TENANT, off_loop
-from router.lanes.lane_table import LaneTable
+from router.lane import Lane
 from router.lanes.routes import leads_to
+from router.process import Process
 from router.served_model import ServedModel
 
 
-def routes(router: RouterParts) -> Endpoints:
+def routes(router: Process) -> Endpoints:
     """Return ``/v1/models``, calls for LoRA adapters, ``/tokenize`` and ``/detokenize``."""
     api = Endpoints()
     settings = router.settings
@@ -77,7 +78,7 @@ def routes(router: RouterParts) -> Endpoints:
         ignored = ignored_of(request)
         body = await off_loop(len(raw), lambda: parse(UnloadAdapterBody, raw, ignored))
         served = next(
-            (lane for lane in lanes if lane.model.adapters.find(body.lora_name)), router
+            (lane for lane in lanes if lane.model.adapters.find(body.lora_name)), lanes.first
         ).model
         for name, entry in router.routes.table.names.items():
             if served.adapters.find(body.lora_name, owner or None) and (
@@ -106,7 +107,7 @@ def routes(router: RouterParts) -> Endpoints:
     return api
 
 
-def _alias_record(router: RouterParts, name: str, access: Access) -> dict[str, Any] | None:
+def _alias_record(router: Process, name: str, access: Access) -> dict[str, Any] | None:
     """Return the record of a name that leads to another model; None if it does not."""
     entry = router.lanes.entry(router.routes.table, name)
     if entry is None:
@@ -119,37 +120,35 @@ def _alias_record(router: RouterParts, name: str, access: Access) -> dict[str, A
     return {**record, "id": name, "root": entry.target, "rollback_to": entry.previous, **routed}
 
 
-def _record(router: RouterParts, name: str) -> dict[str, Any]:
+def _record(lane: Lane, name: str) -> dict[str, Any]:
     dtypes = {
         group.dtype
-        for slot in router.gateway.workers.usable
+        for slot in lane.gateway.workers.usable
         if slot.link is not None
         for group in slot.link.capabilities.kv_groups
     }
-    record = router.model.record(name, router.created, ",".join(sorted(dtypes)))
-    return {**record, "emulated": router.settings.emulated or None}
+    record = lane.model.record(name, lane.created, ",".join(sorted(dtypes)))
+    return {**record, "emulated": lane.settings.emulated or None}
 
 
 async def _answer_off_loop(
-    router: RouterParts,
+    router: Process,
     request: Request,
-    answer: Callable[[LaneTable[RouterParts], bytes, Ignored, Access], dict[str, Any]],
+    answer: Callable[[Process, bytes, Ignored, Access], dict[str, Any]],
 ) -> Response:
     access = access_of(request.headers, router.settings)
     TENANT.set(access.tenant)
     raw = await read_body(request, router)
     ignored = ignored_of(request)
     content = await off_loop(
-        len(raw), lambda: msgspec.json.encode(answer(router.lanes, raw, ignored, access))
+        len(raw), lambda: msgspec.json.encode(answer(router, raw, ignored, access))
     )
     return Response(content, media_type="application/json")
 
 
-def _tokenized(
-    lanes: LaneTable[RouterParts], raw: bytes, ignored: Ignored, access: Access
-) -> dict[str, Any]:
+def _tokenized(router: Process, raw: bytes, ignored: Ignored, access: Access) -> dict[str, Any]:
     body = parse(TokenizeBody, raw, ignored)
-    model = _model_of(lanes, body.model, access)
+    model = _model_of(router, body.model, access)
     tokens = _tokens_of(model, body)
     answer: dict[str, Any] = {
         "count": len(tokens),
@@ -161,12 +160,12 @@ def _tokenized(
     return answer
 
 
-def _model_of(lanes: LaneTable[RouterParts], name: str | None, access: Access) -> ServedModel:
+def _model_of(router: Process, name: str | None, access: Access) -> ServedModel:
     """Return the model of a name, or the first one without a name; of an alias, its target."""
-    first = next(iter(lanes))
+    lanes = router.lanes
     if name is None:
-        return first.model
-    entry = lanes.entry(first.routes.table, name)
+        return lanes.first.model
+    entry = lanes.entry(router.routes.table, name)
     if entry is not None and (access.models is None or name in access.models):
         return lanes.of(entry.target, access.sees).model
     return lanes.of(name, access.sees, access.models).model
@@ -192,10 +191,8 @@ def _tokens_of(model: ServedModel, body: TokenizeBody) -> list[int]:
     return tokens
 
 
-def _detokenized(
-    lanes: LaneTable[RouterParts], raw: bytes, ignored: Ignored, access: Access
-) -> dict[str, Any]:
+def _detokenized(router: Process, raw: bytes, ignored: Ignored, access: Access) -> dict[str, Any]:
     body = parse(DetokenizeBody, raw, ignored)
-    model = _model_of(lanes, body.model, access)
+    model = _model_of(router, body.model, access)
     model.check_ids(body.tokens, "tokens")
     return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}

@@ -22,8 +22,10 @@ from baton.types.errors import BatonError
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.embedding import EmbeddingBody
 from router.frontend.api.bodies.generation import GenerationBody
+from router.frontend.api.formats.answer_format import usage
 from router.frontend.api.prepare import Caller
 from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.call import Call
 
 PLACED = "placed on "
 """Prefix of the timeline event that starts an attempt."""
@@ -122,10 +124,42 @@ def ended_on_error(span: Span) -> Iterator[None]:
         raise
 
 
-def part_spans(tracing: Tracing, span: Span, active: ActiveRequest) -> None:
+def end_span(tracing: Tracing, span: Span, call: Call) -> None:
+    """End the span of a call, and write the spans of its parts."""
+    if span.is_recording():
+        _describe(span, call)
+        for active in call.active:
+            if active.record.first_token_ns:
+                waited_ns = active.record.first_token_ns - active.request.arrived_ns
+                span.set_attribute("gen_ai.response.time_to_first_chunk", waited_ns / 1e9)
+                span.set_attribute("baton.route", active.route_header())
+            _part_spans(tracing, span, active)
+    span.end()
+
+
+def _describe(span: Span, call: Call) -> None:
+    counted = usage(call.active)
+    reasons = [
+        choice.finish_reason or "error"
+        for active in call.active
+        for choice in active.record.choices
+    ]
+    cached = counted["prompt_tokens_details"]["cached_tokens"]
+    span.set_attribute("gen_ai.response.id", call.id)
+    span.set_attribute("gen_ai.response.finish_reasons", reasons)
+    span.set_attribute("gen_ai.usage.input_tokens", counted["prompt_tokens"])
+    span.set_attribute("gen_ai.usage.output_tokens", counted["completion_tokens"])
+    span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
+    span.set_attribute("http.response.status_code", call.status)
+    code = next((error.code for error in (call.error, *call.errors) if error is not None), "")
+    if code:
+        span.set_attribute("error.type", code)
+    if call.status >= 500 or (call.status == 200 and call.errors):
+        span.set_status(Status(StatusCode.ERROR, code))
+
+
+def _part_spans(tracing: Tracing, span: Span, active: ActiveRequest) -> None:
     """Write the spans of a request's parts at the router, when the request has ended."""
-    if not span.is_recording():
-        return
     record = active.record
     context = set_span_in_context(span)
     to_unix_ns = time_ns() - monotonic_ns()

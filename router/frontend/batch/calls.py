@@ -16,11 +16,12 @@ from router.frontend.access import tenant_of
 from router.frontend.api.bodies.common import Body, NonEmpty
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.call_headers import ignored_of
-from router.frontend.api.parts import Endpoints, RouterParts, page_of, read_body
+from router.frontend.api.endpoints import Endpoints, page_of, read_body
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import LOCK, MAX_FILES, BatchStore, FileRecord
 from router.frontend.batch.uploads import UploadGate, no_room, read_upload
 from router.frontend.off_loop import off_loop
+from router.process import Process
 from router.settings import RouterSettings
 
 _LONG_S = 10**9  # the store has its own limit
@@ -92,7 +93,7 @@ def store_of(settings: RouterSettings) -> BatchStore | None:
     )
 
 
-def routes(router: RouterParts) -> Endpoints:
+def routes(router: Process) -> Endpoints:
     """Return the endpoints of files and batches."""
     api = Endpoints()
     settings = router.settings

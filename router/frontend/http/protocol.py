@@ -6,7 +6,7 @@ connection:
 
 - header: complete within ``header_timeout_s`` and `MAX_HEADER_BYTES`. Chunk sizes and trailers of
   the body count towards the same limit of bytes.
-- body: complete within ``body_timeout_s``. ``router.frontend.api.parts.read_body`` reports the
+- body: complete within ``body_timeout_s``. ``router.frontend.api.endpoints.read_body`` reports the
   timeout earlier; this timeout ends bodies that no handler reads.
 - place: see `router.frontend.http.places`.
 - write: the backlog must shrink within ``write_timeout_s``, at a rate of at least ``_SLOWEST``.

@@ -17,8 +17,9 @@ from baton.registry.redis_store import RegistryUnavailableError
 from baton.types.errors import InvalidRequestError, UnavailableError
 from router.frontend.access import check_change, check_operator, who_of
 from router.frontend.api.bodies.common import OperatorBody
-from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.audited import source_of
+from router.process import Process
 
 _SUPERVISOR_VERBS = ("stop",)
 _FREE = {"free_cpus", "free_gpus"}
@@ -37,7 +38,7 @@ class _OrderBody(OperatorBody):
     model: Annotated[str, Field(max_length=200)] | None = None
 
 
-def routes(router: RouterParts, desks: Mapping[str, Orders]) -> Endpoints:
+def routes(router: Process, desks: Mapping[str, Orders]) -> Endpoints:
     """Return the endpoint of admin commands; ``desks`` are the queues of each model's controller.
 
     A command is for the model in ``model`` or of its workers. Without both, commands about all
@@ -81,7 +82,7 @@ def routes(router: RouterParts, desks: Mapping[str, Orders]) -> Endpoints:
     return api
 
 
-def _models_of(router: RouterParts, body: _OrderBody, names: list[str]) -> list[str]:
+def _models_of(router: Process, body: _OrderBody, names: list[str]) -> list[str]:
     """Return the models that a command is for."""
     if len(names) == 1:
         return names

@@ -24,9 +24,10 @@ from baton.tenants.key_record import KeyRecord
 from baton.types.errors import InvalidRequestError, UnavailableError
 from router.frontend.access import check_operator
 from router.frontend.api.bodies.common import OperatorBody
-from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.audited import audited
 from router.frontend.group.siblings import OWN_ANSWER
+from router.process import Process
 from router.tenants.key_exchange import (
     KeyChangeError,
     KeyExchange,
@@ -67,7 +68,7 @@ class _Successor(OperatorBody):
 _Body = TypeVar("_Body", bound=OperatorBody)
 
 
-def routes(router: RouterParts, keys: KeyExchange) -> Endpoints:
+def routes(router: Process, keys: KeyExchange) -> Endpoints:
     """Return the endpoints of issued API keys. All are for operators."""
     api = Endpoints()
 
@@ -185,7 +186,7 @@ def _record_of(new: _NewKey, now_ms: int) -> KeyRecord:
     )
 
 
-def _check_rights(rights: ApiKeyConfig, router: RouterParts) -> None:
+def _check_rights(rights: ApiKeyConfig, router: Process) -> None:
     """Refuse rights that have no effect in this fleet."""
     settings = router.settings
     if rights.log_text and not (settings.logs.requests and settings.logs.format == "json"):

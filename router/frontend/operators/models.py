@@ -25,12 +25,13 @@ from baton.types.routes import NameRoute, RouteTable
 from baton.types.versioned import TableChangeError
 from router.frontend.access import check_change, check_operator, who_of
 from router.frontend.api.bodies.common import OperatorBody
-from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.audited import audited
 from router.frontend.operators.admin_commands import ask
 from router.frontend.operators.gates.golden import GoldenRunner, golden_of
 from router.frontend.operators.gates.report import gate_state, round_state
 from router.frontend.operators.gates.warm import warm
+from router.lane import Lane
 from router.lanes.routes import (
     leads_to,
     models_of,
@@ -45,6 +46,7 @@ from router.lanes.routes import (
     with_shadow,
     without,
 )
+from router.process import Process
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ class _ChangeBody(OperatorBody):
     golden: Annotated[list[dict[str, Any]], Field(max_length=MAX_GOLDEN)] | None = None
 
 
-def routes(router: RouterParts, desks: Mapping[str, Orders]) -> Endpoints:
+def routes(router: Process, desks: Mapping[str, Orders]) -> Endpoints:
     """Return the endpoints of models. Both are for operators.
 
     ``desks`` are the queues of each model's controller.
@@ -142,7 +144,7 @@ def routes(router: RouterParts, desks: Mapping[str, Orders]) -> Endpoints:
     return api
 
 
-def _lane_to_load(router: RouterParts, body: _ChangeBody) -> RouterParts:
+def _lane_to_load(router: Process, body: _ChangeBody) -> Lane:
     """Return the lane of a model to load or unload."""
     lane = router.lanes.base(body.name, "name")
     if body.verb == "load":
@@ -162,7 +164,7 @@ def _lane_to_load(router: RouterParts, body: _ChangeBody) -> RouterParts:
 
 
 async def _change(
-    router: RouterParts, edit: Callable[[RouteTable], RouteTable]
+    router: Process, edit: Callable[[RouteTable], RouteTable]
 ) -> tuple[RouteTable, RouteTable]:
     """Change the table of all routers; return the tables before and after."""
     try:
@@ -176,7 +178,7 @@ async def _change(
         ) from error
 
 
-async def _passed(router: RouterParts, runner: GoldenRunner, model: str) -> GoldenRound | None:
+async def _passed(router: Process, runner: GoldenRunner, model: str) -> GoldenRound | None:
     """Run the golden prompts of a model at all its workers; None if it has none.
 
     Raises:
@@ -195,7 +197,7 @@ async def _passed(router: RouterParts, runner: GoldenRunner, model: str) -> Gold
     return found
 
 
-async def _warm(router: RouterParts, body: _ChangeBody) -> None:
+async def _warm(router: Process, body: _ChangeBody) -> None:
     """Load the adapter that is to answer a name, if it is one, at all workers of its model."""
     entry = router.routes.table.names.get(body.name)
     model = body.model if body.verb in ("alias", "canary", "shadow") else None
@@ -212,7 +214,7 @@ def _prompts(raw: list[dict[str, Any]]) -> tuple[GoldenPrompt, ...]:
         raise InvalidRequestError.at("golden", str(error)) from error
 
 
-def _edited(router: RouterParts, table: RouteTable, body: _ChangeBody, now_ms: int) -> RouteTable:
+def _edited(router: Process, table: RouteTable, body: _ChangeBody, now_ms: int) -> RouteTable:
     """Return the table after a change, all of whose models are served."""
     if body.verb == "remove":
         return without(table, body.name)
@@ -249,7 +251,7 @@ def _edited(router: RouterParts, table: RouteTable, body: _ChangeBody, now_ms: i
     return made
 
 
-def _lane(router: RouterParts, lane: RouterParts) -> dict[str, Any]:
+def _lane(router: Process, lane: Lane) -> dict[str, Any]:
     artifact = lane.model.artifact
     slots = [slot for slot in lane.gateway.workers if slot.is_kept or slot.state != "dead"]
     workers = Counter(slot.state for slot in slots)
@@ -269,7 +271,7 @@ def _lane(router: RouterParts, lane: RouterParts) -> dict[str, Any]:
     }
 
 
-def _adapter(lane: RouterParts, entry: AdapterEntry) -> dict[str, Any]:
+def _adapter(lane: Lane, entry: AdapterEntry) -> dict[str, Any]:
     statuses = [slot.link.status for slot in lane.gateway.workers.usable if slot.link is not None]
     digest = bytes.fromhex(entry.digest)
     held = sum(status is not None and digest in status.adapters for status in statuses)

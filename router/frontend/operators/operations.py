@@ -19,8 +19,10 @@ from baton.telemetry.version import version
 from baton.types.errors import UnavailableError
 from baton.types.lanes import whole_fleet
 from router.frontend.access import access_of, check_operator, is_operator
-from router.frontend.api.parts import Endpoints, RouterParts
+from router.frontend.api.endpoints import Endpoints
 from router.frontend.operators.tenant_gauges import TenantGauges
+from router.lane import Lane
+from router.process import Process
 from router.routing.reports.rates import rates
 from router.routing.reports.request_reports import Order, latest
 from router.routing.reports.worker_cells import COLUMNS
@@ -29,7 +31,7 @@ _ROLES = ("prefill", "decode")
 _WORKER_STATES = ("starting", "ready", "draining", "dead", "parked")
 
 
-def routes(router: RouterParts) -> Endpoints:
+def routes(router: Process) -> Endpoints:
     """Return ``/health*``, ``/ping``, ``/version``, ``/load``, ``/metrics`` and ``/fleet*``."""
     api = Endpoints()
     tenant_gauges = TenantGauges()
@@ -174,7 +176,7 @@ def _json(content: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
-def _healthy(router: RouterParts) -> Response:
+def _healthy(router: Process) -> Response:
     ready = any(
         lane.gateway.workers.usable or lane.settings.starts_from_zero for lane in router.lanes
     )
@@ -183,7 +185,7 @@ def _healthy(router: RouterParts) -> Response:
     return Response()
 
 
-def _loaded(router: RouterParts) -> list[RouterParts]:
+def _loaded(router: Process) -> list[Lane]:
     """Return the lanes that should have workers; all if none should."""
     loaded = [lane for lane in router.lanes if lane.is_loaded]
     return loaded or list(router.lanes)
@@ -206,7 +208,7 @@ def _owner(explanation: dict[str, Any]) -> object:
     return explanation["parts"][0]["tenant"] if "parts" in explanation else explanation["tenant"]
 
 
-def _set_gauges(router: RouterParts) -> None:
+def _set_gauges(router: Process) -> None:
     """Set the gauges that are computed only when metrics are requested."""
     _set_key_gauges(router)
     slots = router.lanes.slots
@@ -237,7 +239,7 @@ def _set_gauges(router: RouterParts) -> None:
     router.metrics.set("baton_adapters_served", adapters)
 
 
-def _set_key_gauges(router: RouterParts) -> None:
+def _set_key_gauges(router: Process) -> None:
     table = router.settings.issued_keys
     for state, count in table.counts(time_ns() // 1_000_000).items():
         router.metrics.set("baton_keys", count, state=state)
@@ -245,7 +247,7 @@ def _set_key_gauges(router: RouterParts) -> None:
         router.metrics.set("baton_keys_age_seconds", monotonic() - table.compared_s)
 
 
-def _targets(router: RouterParts, own_address: str) -> list[dict[str, Any]]:
+def _targets(router: Process, own_address: str) -> list[dict[str, Any]]:
     fleet = whole_fleet(router.settings.fleet)
     settings = router.settings
     scheme = {"__scheme__": "https"} if settings.https is not None else {}

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from fastapi import HTTPException, Request, Response
 
-from router.frontend.api.parts import Endpoints, RouterParts
+from router.frontend.api.endpoints import Endpoints
+from router.process import Process
 
 _SCRIPTS = (
     *(
@@ -60,7 +61,7 @@ class _File(NamedTuple):
     etag: str
 
 
-def routes(router: RouterParts) -> Endpoints:
+def routes(router: Process) -> Endpoints:
     """Return ``/``, ``/docs`` and ``/page/*``."""
     api = Endpoints()
     index = _read("index.html", "text/html")

@@ -23,9 +23,10 @@ from baton.tenants.limits import Limits
 from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.versioned import TableChangeError
 from router.frontend.access import access_of, check_change
-from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.audited import audited
 from router.frontend.operators.deletion.command import delete_tenant
+from router.process import Process
 from router.tenants.limits_table import SyncedLimits
 
 _LOG = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ _TENANT: TypeAdapter[str] = TypeAdapter(Tenant)
 
 
 def routes(
-    router: RouterParts, synced: SyncedLimits | None, erasures: Erasures | None = None
+    router: Process, synced: SyncedLimits | None, erasures: Erasures | None = None
 ) -> Endpoints:
     """Return the endpoints of tenants' limits. Changes are for operators."""
     api = Endpoints()
@@ -60,8 +61,8 @@ def routes(
         with _told():
             await synced.change_tenant(tenant, edited)
             keep_s = made[-1].keep_s
-            if keep_s is not None and router.stored_responses is not None:
-                await router.stored_responses.shorten(tenant, keep_s)
+            if keep_s is not None and router.sources.responses is not None:
+                await router.sources.responses.shorten(tenant, keep_s)
         _LOG.info("changed limits of tenant=%s", tenant)
         return made[-1]
 

@@ -23,7 +23,8 @@ from baton.tenants.usage.shared import KEPT_DAYS, HourUsage, SharedUsage
 from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.lanes import lane_of
 from router.frontend.access import access_of
-from router.frontend.api.parts import Endpoints, RouterParts
+from router.frontend.api.endpoints import Endpoints
+from router.process import Process
 
 _DAY_S = 24 * HOUR_S
 _WIDTHS = {"1h": (HOUR_S, 24, 168), "1d": (_DAY_S, 7, 31)}  # seconds, default and largest limit
@@ -31,7 +32,7 @@ _GROUPS = ("project_id", "api_key_id", "model", "batch")
 _BATCH_KEY = "batch"
 
 
-def routes(router: RouterParts, shared: SharedUsage) -> Endpoints:
+def routes(router: Process, shared: SharedUsage) -> Endpoints:
     """Return the endpoints of usage."""
     api = Endpoints()
 
@@ -199,7 +200,7 @@ def _listed(given: QueryParams, name: str) -> list[str]:
     return [*given.getlist(name), *given.getlist(f"{name}[]")]
 
 
-def _prices(router: RouterParts) -> Prices:
+def _prices(router: Process) -> Prices:
     """Return the prices of all lanes; none in a fleet with one model."""
     if len(router.lanes) == 1:
         return Prices()

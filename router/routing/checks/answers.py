@@ -25,7 +25,8 @@ from baton.text.confined import frame
 from baton.types.errors import UnavailableError
 from router.routing.checks.fair_limit import FairLimit
 from router.routing.checks.process import ConfinedProcess, ProcessEndedError
-from router.routing.requests.record import RequestRecord
+from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.call import Call
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,11 +53,11 @@ class AnswerChecks:
         """Run work that needs a check; `close` waits for it."""
         self._tasks.spawn(work, name)
 
-    def follow(self, record: RequestRecord) -> None:
+    def closed(self, call: Call, active: ActiveRequest) -> None:
         """Count the schema violations of a complete response, after it was sent."""
-        pairs = [pair for choice in record.choices for pair in choice.checks]
+        pairs = [pair for choice in active.record.choices for pair in choice.checks]
         if pairs:
-            self.spawn(self._count_violations(pairs, record.request.tenant), "schema")
+            self.spawn(self._count_violations(pairs, call.tenant), "schema")
 
     async def _count_violations(self, pairs: Sequence[tuple[str, str]], tenant: str) -> None:
         """Count the keywords that an answer violates and no grammar enforces, each once."""

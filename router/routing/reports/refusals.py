@@ -3,7 +3,10 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from time import monotonic_ns
 from typing import Any
+
+from router.routing.requests.call import Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +105,22 @@ class RefusedRequests:
         self._limit = limit
         self._found: OrderedDict[str, RefusedRequest] = OrderedDict()
 
-    def add(self, refused: RefusedRequest) -> None:
-        """Add a request."""
-        self._found[refused.id] = refused
+    def refused(self, call: Call) -> None:
+        """Keep a call that no kept request reports."""
+        error = call.error
+        if error is None or call.is_kept:
+            return
+        self._found[call.id] = RefusedRequest(
+            id=call.id,
+            client_id=call.client_id,
+            tenant=call.tenant,
+            endpoint=call.endpoint,
+            status=call.status,
+            code=error.code,
+            reason=error.message,
+            arrived_ns=call.arrived_ns,
+            refused_ns=monotonic_ns(),
+        )
         while len(self._found) > self._limit:
             self._found.popitem(last=False)
 

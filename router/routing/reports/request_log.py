@@ -6,16 +6,17 @@ with each match of a rule of ``logs.redact`` replaced by the rule's name.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic_ns, time_ns
 from typing import Any
 
 from baton.telemetry.logs import request_context
 from baton.text.tokenizer import TextTokenizer
-from baton.types.errors import BatonError
 from router.request import GenerationRequest
 from router.routing.checks.answers import AnswerChecks
 from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.call import Call
 from router.settings import RouterSettings
 
 _LOG = logging.getLogger("baton.requests")
@@ -28,37 +29,33 @@ _NOT_REDACTED = "[left out: redaction took too long]"
 class RequestLog:
     """Writes the lines of the log."""
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        tokenizer: TextTokenizer,
-        checks: AnswerChecks,
-    ) -> None:
+    def __init__(self, settings: RouterSettings, checks: AnswerChecks) -> None:
         self._settings = settings
         self._logs = settings.logs
         self._api_keys = settings.api_keys or {}
         self._issued_keys = settings.issued_keys
         self._checks = checks
-        self._tokenizer = tokenizer
 
-    def write(self, active: ActiveRequest, endpoint: str, status: int) -> None:
+    def closed(self, call: Call, active: ActiveRequest) -> None:
         """Log a request that has ended for its client (status 499 if it left), with its tokens."""
         if not self._logs.requests or active.request.probe:
             return
         with request_context(active.id, active.request.traceparent):
-            fields = _figures(active, endpoint, status)
+            fields = _figures(active, call.endpoint, call.status)
             if not self._may_log_texts(active.request):
                 _log(fields)
                 return
             choices = active.record.choices
             tokens = [active.request.prompt, *(choice.token_ids for choice in choices)]
-            self._checks.spawn(self._write_texts(active.request, fields, tokens), "request log")
+            decode = partial(self._decoded, active.record.tokenizer)
+            work = self._write_texts(active.request, fields, lambda: [*map(decode, tokens)])
+            self._checks.spawn(work, "request log")
 
     async def _write_texts(
-        self, request: GenerationRequest, fields: dict[str, Any], tokens: list[Sequence[int]]
+        self, request: GenerationRequest, fields: dict[str, Any], decode: Callable[[], list[str]]
     ) -> None:
         """Log a request with its prompt and its answers."""
-        texts = await asyncio.to_thread(lambda: [self._decoded(part) for part in tokens])
+        texts = await asyncio.to_thread(decode)
         redacted = await self._checks.redacted(self._logs.rules, texts, request.tenant)
         if self._may_log_texts(request):
             shown = [_NOT_REDACTED] * len(texts)
@@ -82,23 +79,22 @@ class RequestLog:
                 return True
         return issued.logs_text(tenant, now_ms)
 
-    def refused(self, error: BatonError, endpoint: str, tenant: str) -> None:
-        """Log a request that was refused before it began; the context has its ids.
+    def refused(self, call: Call) -> None:
+        """Log a call that was refused before a request began; the context has its ids."""
+        error = call.error
+        if error is None or call.active or not self._logs.requests:
+            return
+        fields = {"endpoint": call.endpoint, "status": error.status, "tenant": call.label}
+        fields |= {"end": error.code, "error": error.code, "reason": error.message}
+        _LOG.info("%s %d: %s", call.endpoint, error.status, error.code, extra=fields)
 
-        The tenant is ``all`` if it is not known yet.
-        """
-        if self._logs.requests:
-            fields = {"endpoint": endpoint, "status": error.status, "tenant": tenant}
-            fields |= {"end": error.code, "error": error.code, "reason": error.message}
-            _LOG.info("%s %d: %s", endpoint, error.status, error.code, extra=fields)
-
-    def _decoded(self, tokens: Sequence[int]) -> str:
+    def _decoded(self, tokenizer: TextTokenizer, tokens: Sequence[int]) -> str:
         """Return the text that is redacted, which is longer than the logged text.
 
         Otherwise a secret that the cut divides would not be found.
         """
         most = self._most_given
-        return self._tokenizer.decode(list(tokens[: 4 * most]))[:most]  # 4: bytes of a character
+        return tokenizer.decode(list(tokens[: 4 * most]))[:most]  # 4: bytes of a character
 
     def _cut(self, text: str, given: str) -> str:
         """Return the part of a redacted text that is logged.

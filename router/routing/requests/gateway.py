@@ -23,7 +23,6 @@ from batonpb.decode_pb2 import (
     WorkerFrame,
 )
 
-from baton.tenants.usage.ledger import Ledger
 from baton.text.tokenizer import TextTokenizer
 from baton.types.errors import (
     BatonError,
@@ -57,7 +56,6 @@ from router.routing.requests.tickets import Tickets
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.table import WorkerDirectory, WorkerTable
 from router.settings import RouterSettings
-from router.tenants.usage_counter import UsageCounter
 
 _LOG = logging.getLogger(__name__)
 
@@ -65,10 +63,7 @@ _LINGER_S = 10.0  # for which an ended request is kept until its worker confirms
 
 
 class Gateway:
-    """Requests and workers of one lane of a router. The prefix index is fed from outside.
-
-    ``ledger`` counts the usage of all lanes.
-    """
+    """Requests and workers of one lane of a router. The prefix index is fed from outside."""
 
     def __init__(
         self,
@@ -77,7 +72,6 @@ class Gateway:
         directory: WorkerDirectory,
         prefix_index: PrefixIndex,
         observer: Observer,
-        ledger: Ledger | None = None,
     ) -> None:
         self.settings = settings
         self.prefix_index = prefix_index
@@ -91,7 +85,6 @@ class Gateway:
         self.admission = Admission(settings.max_queued_requests, settings.policies.weight)
         self.shares = Shares(settings.policies.weight)
         self.work = WorkCounter()
-        self.usage = UsageCounter(ledger or Ledger(self.router_id), settings.model_names[0])
         self.tickets = Tickets()
         self._tokenizer = tokenizer
         self._observer = observer
@@ -477,7 +470,6 @@ class Gateway:
         """Count the time of an attempt once, also of one that was moved away."""
         if end.attempt not in active.charged and not active.request.probe:
             active.charged.add(end.attempt)
-            self.usage.charge(active.request, end.times)
             self._observer.charged(active, end.times)
 
     def _runs_for(self, link: WorkerLink, request_id: str, attempt: int) -> ActiveRequest | None:

@@ -12,8 +12,10 @@ from batonpb.decode_pb2 import RequestTimes
 from baton.registry.router_demands import Plan
 from baton.telemetry.live_series import LiveSeries
 from baton.telemetry.metrics import Metrics
+from router.request import GenerationRequest
 from router.routing.placement.regret import Allowance, FittedRates, Measured, regret
 from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.call import Call
 from router.routing.requests.record import RequestRecord
 from router.routing.requests.slo_outcome import outcome
 
@@ -43,6 +45,8 @@ class Observer:
         self._regrets = Allowance()
         self.fitted: Callable[[str], FittedRates | None] = lambda _: None
         """Returns the rates that a worker reports, at the end of a request."""
+        self.on_charged: Callable[[GenerationRequest, RequestTimes], None] = lambda *_: None
+        """Receives the times that a worker computed for a request."""
 
     def queue(self, waiting: int, limit: int) -> None:
         """Record the length of the queue."""
@@ -68,15 +72,22 @@ class Observer:
         self.series.answered(status, failed=failed_stream)
         self.metrics.inc("baton_requests", endpoint=endpoint, status=str(status), tenant=tenant)
 
+    def ended(self, call: Call) -> None:
+        """Count a call that ended."""
+        failed_stream = call.status == 200 and bool(call.errors)
+        self.answered(call.endpoint, call.status, call.label, failed_stream=failed_stream)
+
     def charged(self, active: ActiveRequest, times: RequestTimes) -> None:
         """Count the time that a worker computed for a request."""
+        self.on_charged(active.request, times)
         tenant = active.request.tenant
         for part, part_ns in (("input", times.input_ns), ("output", times.output_ns)):
             self.metrics.inc("baton_charged_seconds", part_ns / 1e9, part=part, tenant=tenant)
 
-    def rejected(self, code: str, tenant: str) -> None:
-        """Count a request that was refused before it began."""
-        self.metrics.inc("baton_rejections", code=code, tenant=tenant)
+    def refused(self, call: Call) -> None:
+        """Count a call that got an error in place of a response."""
+        if call.error is not None:
+            self.metrics.inc("baton_rejections", code=call.error.code, tenant=call.label)
 
     def placed(self, active: ActiveRequest) -> None:
         """Count the placement of a request."""

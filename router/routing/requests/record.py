@@ -46,13 +46,13 @@ class RequestRecord:
         self.second_token_ns = 0
         self.last_token_ns = 0
         self.timeline: list[tuple[str, int]] = [("arrived", request.arrived_ns)]
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._plain_frames = not (request.wants_prompt_logprobs or request.pooling)
         self.choices = self._fresh_choices()
 
     def _fresh_choices(self) -> list[ChoiceRecord]:
         return [
-            ChoiceRecord(index, self.request, self._tokenizer)
+            ChoiceRecord(index, self.request, self.tokenizer)
             for index in range(self.request.sampling.n)
         ]
 

@@ -337,7 +337,7 @@ def ask(fleet, tenant: str, **body) -> asyncio.Task:
 
 async def test_a_flood_delays_another_tenant_by_one_turn_and_tickets_keep_the_order(make_fleet):
     fleet = await make_fleet({"decode-0": Script(step_s=0.005)}, window_requests=1)
-    queue = fleet.router.gateway.admission
+    queue = fleet.lane.gateway.admission
     flood = [ask(fleet, "flood") for _ in range(8)]
     await until(lambda: queue.waiting == 7)
     calm = [ask(fleet, "calm") for _ in range(2)]
@@ -357,7 +357,7 @@ async def test_a_flood_is_refused_and_others_are_not(make_fleet):
         {"decode-0": Script(step_s=0.02)}, window_requests=1, max_queued_requests=4
     )
     flood = [ask(fleet, "flood") for _ in range(10)]
-    await until(lambda: fleet.router.gateway.admission.waiting == 4)
+    await until(lambda: fleet.lane.gateway.admission.waiting == 4)
     calm = [ask(fleet, "calm"), ask(fleet, "third")]
     assert [response.status_code for response in await asyncio.gather(*calm)] == [200, 200]
     responses = await asyncio.gather(*flood)
@@ -366,5 +366,5 @@ async def test_a_flood_is_refused_and_others_are_not(make_fleet):
         if refused.status_code == 429:
             assert int(refused.headers["retry-after"]) >= 1
             assert "of this tenant" in refused.json()["error"]["message"]
-    await until(lambda: fleet.router.gateway.in_flight == 0)
-    assert fleet.router.gateway.admission.running == 0
+    await until(lambda: fleet.lane.gateway.in_flight == 0)
+    assert fleet.lane.gateway.admission.running == 0

@@ -54,7 +54,7 @@ async def test_a_busy_fleet_refuses_with_a_time_and_a_sentence(make_fleet):
     assert "within 0.05 s at 0.0001 s per token" in error["message"]
     assert int(answer.headers["retry-after"]) >= 1
     assert 0.25 < time.monotonic() - began_s < 5, "it waited in the lane first"
-    gateway = fleet.router.gateway
+    gateway = fleet.lane.gateway
     assert (gateway.admission.running, gateway.admission.waiting) == (0, 0)
     assert not gateway._slo.waiting
     assert not gateway._book._workers_of, "nothing was booked for it"
@@ -76,7 +76,7 @@ async def test_outcomes_are_counted_by_tenant(make_fleet):
 @pytest.mark.parametrize("words", [1, 400])
 async def test_a_client_that_comes_again_is_known_by_its_tenant_and_prompt(make_fleet, words):
     fleet = await make_fleet({"decode-0": Script(streams=200)}, slo=HARD)
-    promises = fleet.router.gateway._slo.gate.promises
+    promises = fleet.lane.gateway._slo.gate.promises
 
     async def refused(tenant: str, word: str) -> None:
         body = {"prompt": f"{'again ' * words}{word}", "max_tokens": 4, "model": MODEL}
@@ -96,7 +96,7 @@ async def test_the_gate_learns_steps_from_the_second_token_on(make_fleet, monkey
     fleet = await make_fleet({"decode-0": script}, slo=SloConfig(ttft_s=5, itl_s=1))
     learned = []
     monkeypatch.setattr(
-        fleet.router.gateway._slo.gate,
+        fleet.lane.gateway._slo.gate,
         "learn_step",
         lambda predicted_s, actual_s, tokens: learned.append((actual_s, tokens)),
     )
@@ -111,19 +111,19 @@ async def test_who_waits_is_served_when_the_worker_has_room(make_fleet):
     script = Script(streams=200)
     fleet = await make_fleet({"decode-0": script}, slo=SloConfig(ttft_s=10, itl_s=1))
     waiting = asyncio.create_task(call(fleet))
-    await until(lambda: fleet.router.gateway._slo.waiting == 1)
+    await until(lambda: fleet.lane.gateway._slo.waiting == 1)
     script.streams = 0
     assert (await waiting).status_code == 200
-    assert fleet.router.gateway.admission.running == 0
+    assert fleet.lane.gateway.admission.running == 0
 
 
 async def test_who_disconnects_leaves_the_lane(make_fleet):
     fleet = await make_fleet({"decode-0": Script(streams=200)}, slo=SloConfig(ttft_s=10, itl_s=1))
     waiting = asyncio.create_task(call(fleet))
-    await until(lambda: fleet.router.gateway._slo.waiting == 1)
+    await until(lambda: fleet.lane.gateway._slo.waiting == 1)
     waiting.cancel()
-    await until(lambda: not fleet.router.gateway._slo.waiting)
-    assert not fleet.router.gateway._active
+    await until(lambda: not fleet.lane.gateway._slo.waiting)
+    assert not fleet.lane.gateway._active
 
 
 async def test_without_limits_nobody_is_refused(make_fleet):

@@ -54,4 +54,4 @@ async def test_no_value_is_a_fault(make_fleet, place):
             body = "{" + fields.replace("VALUE", value) + f',"stream":{stream}' + "}"
             answer = await fleet.http.post(path, content=body.encode())
             assert answer.status_code < 500, (value[:60], answer.text[:200])
-    await until(lambda: fleet.router.gateway.in_flight == 0)
+    await until(lambda: fleet.lane.gateway.in_flight == 0)

@@ -31,7 +31,7 @@ def start(make_fleet, registry):
         return await make_fleet(
             {"decode-0": Script(step_s=0.001)},
             api_keys={} if keys is None else keys,
-            shared_keys=SharedKeys(registry),
+            keys=SharedKeys(registry),
             **more,
         )
 
@@ -103,7 +103,7 @@ async def test_a_key_is_accepted_by_all_routers_until_it_is_revoked(start):
     assert (await one.http.get("/fleet", headers={"x-api-key": other})).status_code == 403
     chat = await two.chat(headers={"authorization": f"Bearer {other}"})
     assert chat.status_code == 200
-    asked = next(two.router.gateway.kept.newest_first()).request
+    asked = next(two.lane.gateway.kept.newest_first()).request
     assert asked.tenant == "team"
 
     found = await revoke(two, other)
@@ -249,7 +249,7 @@ async def test_lines_of_the_fleet_file_count_beside_issued_keys_and_can_be_impor
 
 
 async def test_a_fleet_that_checks_no_keys_issues_none(make_fleet, registry):
-    fleet = await make_fleet({"decode-0": None}, shared_keys=SharedKeys(registry))
+    fleet = await make_fleet({"decode-0": None}, keys=SharedKeys(registry))
     for call in (
         fleet.http.get("/fleet/keys"),
         fleet.http.post("/fleet/keys", json={"keys": [sent(new_key())]}, headers=OPS),

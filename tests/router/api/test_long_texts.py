@@ -32,7 +32,7 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(
     """Defect 22: 3.9 MB of spaces held a request for 11 s before its 400."""
     fleet = await make_fleet({"decode-0": None})
 
-    fleet.router.model.speed_up()  # as a router does when it starts
+    fleet.lane.model.speed_up()  # as a router does when it starts
     monkeypatch.setattr(TextTokenizer, "encode", lambda *_, **__: 1 / 0)
     fields = (
         {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}

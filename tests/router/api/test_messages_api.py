@@ -299,7 +299,7 @@ async def test_a_full_queue_is_a_rate_limit(make_fleet):
         {"decode-0": Script(step_s=0.05)}, window_requests=1, max_queued_requests=1
     )
     running = [asyncio.create_task(fleet.chat(max_tokens=20)) for _ in range(2)]
-    await until(lambda: fleet.router.gateway.admission.waiting == 1)
+    await until(lambda: fleet.lane.gateway.admission.waiting == 1)
     async with client_of(fleet) as client:
         with pytest.raises(anthropic.RateLimitError) as full:
             await client.messages.create(model=MODEL, max_tokens=9, messages=HI)
@@ -314,8 +314,8 @@ async def test_a_failure_in_the_middle_is_an_event(make_fleet):
         with pytest.raises(anthropic.APIStatusError) as broken:
             async with client.messages.stream(model=MODEL, max_tokens=200, messages=HI) as stream:
                 async for _ in stream.text_stream:
-                    fleet.router.gateway.stopping = True
-                    fleet.router.gateway.end_all()
+                    fleet.lane.gateway.stopping = True
+                    fleet.lane.gateway.end_all()
     assert broken.value.body["error"]["type"] == "overloaded_error"
 
 
@@ -327,7 +327,7 @@ async def test_a_client_that_leaves_leaves_nothing(make_fleet):
             async for _ in stream.text_stream:
                 break
     await until(lambda: worker.cancels)
-    await until(lambda: not fleet.router.gateway.in_flight)
+    await until(lambda: not fleet.lane.gateway.in_flight)
     page = (await fleet.http.get("/metrics")).text
     assert 'baton_requests_total{endpoint="messages",status="499"' in page
 

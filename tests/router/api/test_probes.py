@@ -44,7 +44,7 @@ async def test_load_counts_what_runs(make_fleet):
     await until(lambda: len(fleet.workers["decode-0"].submissions) == 3)
     assert (await fleet.http.get("/load")).json() == {"server_load": 3}
     await asyncio.gather(*chats)
-    await until(lambda: fleet.router.gateway.in_flight == 0)
+    await until(lambda: fleet.lane.gateway.in_flight == 0)
     assert (await fleet.http.get("/load")).json() == {"server_load": 0}
 
 
@@ -52,10 +52,10 @@ async def test_vllms_gauges_are_sums_over_the_workers(make_fleet):
     fleet = await make_fleet(
         {"decode-0": Script(streams=3), "decode-1": Script(streams=4)}, window_requests=1
     )
-    slots = list(fleet.router.gateway.workers)
+    slots = list(fleet.lane.gateway.workers)
     await until(lambda: all(slot.link.status.running for slot in slots))
     values = samples((await fleet.http.get("/metrics")).text)
-    name = ("model_name", fleet.router.model.names[0])
+    name = ("model_name", fleet.lane.model.names[0])
     assert values["vllm:num_requests_running", name] == 7
     assert values["vllm:num_requests_waiting", name] == 0
     assert values["vllm:kv_cache_usage_perc", name] == 8 / 1024

@@ -87,13 +87,13 @@ async def test_reports_are_left_for_the_next_process(make_fleet, tmp_path):
     fleet = await make_fleet({"decode-0": None}, api_keys=KEYS)
     served = await fleet.chat(headers=bearer("sk-one"))
     refused = await fleet.chat(temperature=-1, headers=bearer("sk-two"))
-    await until(lambda: fleet.router.gateway.in_flight == 0)
+    await until(lambda: fleet.lane.gateway.in_flight == 0)
     parts = fleet.router
     name = served.json()["id"]
     report_before = await report(fleet, name, bearer("sk-one"))
     file = tmp_path / "0.reports"
     PastReports(file).keep(
-        past_reports(parts.gateway.kept.newest_first(), parts.refused.newest_first())
+        past_reports(parts.lanes.first.gateway.kept.newest_first(), parts.refused.newest_first())
     )
 
     later = await make_fleet({"decode-0": None}, api_keys=KEYS)
@@ -113,7 +113,7 @@ async def test_reports_are_left_for_the_next_process(make_fleet, tmp_path):
 async def test_reports_have_the_same_fields_whether_refused_or_served(make_fleet):
     fleet = await make_fleet({"decode-0": None}, kept_records=3)
     served = await fleet.chat()
-    await until(lambda: fleet.router.gateway.in_flight == 0)
+    await until(lambda: fleet.lane.gateway.in_flight == 0)
     refused = [await fleet.chat(temperature=-1) for _ in range(5)]
     names = [one.headers["x-request-id"] for one in refused]
     listed = (await fleet.http.get("/fleet/requests")).json()["requests"]

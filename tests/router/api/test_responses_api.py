@@ -64,7 +64,7 @@ async def answering(make_fleet, model, stored):
     async def make(text: str, script: dict | None = None, **more):
         ids = model.tokenizer.encode(text)
         fields = {"answer": ids, "stop_token": 2, "step_s": 0.001} | (script or {})
-        settings = {"stored_responses": stored} | more
+        settings = {"responses": stored} | more
         return await make_fleet({"decode-0": Script(**fields)}, **settings)
 
     return make
@@ -477,7 +477,7 @@ async def test_without_redis_a_response_is_answered_and_says_that_it_is_not_kept
     server.start()
     registry = Registry(server.url, "test")
     limits = StoreLimits(keep_s=60, tenant_bytes=10**6, total_bytes=10**6)
-    fleet = await answering("x", stored_responses=StoredResponses(registry, limits))
+    fleet = await answering("x", responses=StoredResponses(registry, limits))
     async with client_of(fleet) as client:
         first = await client.responses.create(model=MODEL, input="hi")
         assert first.store is True
@@ -529,7 +529,7 @@ async def test_a_conversation_that_is_too_long_is_cut_only_if_asked(answering, m
 
 
 async def test_a_running_response_is_seen_and_cancelled(make_fleet, stored):
-    fleet = await make_fleet({"decode-0": Script(step_s=0.05)}, stored_responses=stored)
+    fleet = await make_fleet({"decode-0": Script(step_s=0.05)}, responses=stored)
     async with client_of(fleet) as client:
         stream = await client.responses.create(model=MODEL, input="hi", stream=True)
         events = []
@@ -542,7 +542,7 @@ async def test_a_running_response_is_seen_and_cancelled(make_fleet, stored):
     assert events[-1].type == "response.failed"
     assert events[-1].response.status == "cancelled"
     await until(lambda: fleet.workers["decode-0"].cancels)
-    await until(lambda: not fleet.router.gateway.in_flight)
+    await until(lambda: not fleet.lane.gateway.in_flight)
     ended = await fleet.http.post(
         "/v1/responses", json={"model": MODEL, "input": "hi", "max_output_tokens": 2}
     )
@@ -556,14 +556,14 @@ async def test_a_failure_in_the_middle_is_an_event(make_fleet):
         stream = await client.responses.create(model=MODEL, input="hi", stream=True)
         async for event in stream:
             if event.type == "response.output_text.delta":
-                fleet.router.gateway.end_all()
+                fleet.lane.gateway.end_all()
     assert event.type == "response.failed"
     assert event.response.error.code == "server_error"
     assert event.response.output[0].status == "incomplete"
 
 
 async def test_a_client_that_leaves_leaves_nothing(make_fleet, stored):
-    fleet = await make_fleet({"decode-0": Script(step_s=0.02)}, stored_responses=stored)
+    fleet = await make_fleet({"decode-0": Script(step_s=0.02)}, responses=stored)
     async with client_of(fleet) as client:
         stream = await client.responses.create(model=MODEL, input="hi", stream=True)
         async for event in stream:
@@ -571,7 +571,7 @@ async def test_a_client_that_leaves_leaves_nothing(make_fleet, stored):
                 break
         await stream.close()
     await until(lambda: fleet.workers["decode-0"].cancels)
-    await until(lambda: not fleet.router.gateway.in_flight)
+    await until(lambda: not fleet.lane.gateway.in_flight)
     page = (await fleet.http.get("/metrics")).text
     assert 'baton_requests_total{endpoint="responses",status="499"' in page
 

@@ -259,14 +259,14 @@ async def test_a_call_of_many_inputs_presses_out_no_others_records(make_fleet):
         await fleet.complete(["hi"] * 64, max_tokens=1)
     for gone in (other, call, f"{call}-119"):
         assert (await fleet.http.get(f"/fleet/requests/{gone}")).status_code == 404
-    assert len(fleet.router.gateway.kept._calls) == 2
+    assert len(fleet.lane.gateway.kept._calls) == 2
 
 
 async def test_a_failure_of_one_input_fails_the_call_and_stops_the_others(make_fleet):
     fleet = await make_fleet({"decode-0": Script(fail=("numerics_error", "NaN", False))})
     response = await embed(fleet, [[5]] * 100)
     assert response.status_code == 500
-    await until(lambda: fleet.router.gateway.in_flight == 0)
+    await until(lambda: fleet.lane.gateway.in_flight == 0)
 
 
 @pytest.mark.parametrize(

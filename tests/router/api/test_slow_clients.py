@@ -12,10 +12,11 @@ import uvicorn
 
 from baton.config.clients import ClientLimitsConfig
 from baton.config.fleet_file import DEFAULT_MODEL
-from router.app import Router
+from router.app import build_app
 from router.frontend.http.protocol import server_config
+from router.process import Process
 from router.settings import RouterSettings
-from tests.router.conftest import MODEL, events_of, record_of, until
+from tests.router.conftest import MODEL, events_of, process_of, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script, answer_token
 from tests.router.static_directory import StaticDirectory
 
@@ -26,8 +27,8 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 class Server:
     """A router's server with short limits."""
 
-    def __init__(self, router: Router, server: uvicorn.Server) -> None:
-        self.router = router.parts
+    def __init__(self, router: Process, server: uvicorn.Server) -> None:
+        self.router = router
         self.server = server
         listening = server.servers[0].sockets[0]
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # or the kernel takes MBs
@@ -70,10 +71,10 @@ async def serve(model):
                 clients=ClientLimitsConfig(**limits),
                 keep_alive_s=0.02,
             )
-            router = Router(
+            router = process_of(
                 settings, model, StaticDirectory([record_of("decode-0", worker.address)])
             )
-            app, metrics = router.app(), router.parts.metrics
+            app, metrics = build_app(router), router.metrics
             config = server_config(
                 app, metrics, settings.clients, port=0, timeout_graceful_shutdown=1
             )
@@ -129,7 +130,9 @@ async def test_a_client_that_does_not_read_its_stream_is_dropped_and_the_request
     await until(lambda: router.timeouts("write") == 1, 20)
     await until(lambda: router.open == 0)
     await until(lambda: len(router.server.server_state.tasks) == 0)
-    await until(lambda: all(a.record.ended for a in router.router.gateway._active.values()))
+    await until(
+        lambda: all(a.record.ended for a in router.router.lanes.first.gateway._active.values())
+    )
 
 
 async def test_a_stream_waits_for_a_client_that_is_behind_and_goes_on(serve, model):
@@ -142,7 +145,9 @@ async def test_a_stream_waits_for_a_client_that_is_behind_and_goes_on(serve, mod
     await router.send_and_not_read(head + body)
     connections = router.server.server_state.connections
     await until(lambda: any(c.flow and not c.writable for c in connections), 20)
-    await until(lambda: all(a.record.ended for a in router.router.gateway._active.values()), 20)
+    await until(
+        lambda: all(a.record.ended for a in router.router.lanes.first.gateway._active.values()), 20
+    )
     got, loop = b"", asyncio.get_running_loop()
     while piece := await loop.sock_recv(router.sockets[0], 1 << 16):
         got += piece

@@ -10,9 +10,8 @@ import httpx
 import yaml
 
 from baton.config.fleet_file import DEFAULT_MODEL
-from router.app import Router
 from router.settings import RouterSettings
-from tests.router.conftest import MODEL, events_of, record_of, until
+from tests.router.conftest import MODEL, events_of, process_of, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script
 from tests.router.static_directory import StaticDirectory
 
@@ -23,22 +22,22 @@ async def test_a_router_listens_when_it_has_met_its_workers(model):
     address = worker.address
     await worker.stop()
     settings = RouterSettings(model=DEFAULT_MODEL, model_names=model.names)
-    router = Router(settings, model, StaticDirectory([record_of("decode-0", address)]))
+    router = process_of(settings, model, StaticDirectory([record_of("decode-0", address)]))
     starting = asyncio.create_task(router.running().__aenter__())
     await asyncio.sleep(0.3)
     assert not starting.done()
     again = await EmulatedWorker("decode-0").start(int(address.rsplit(":", 1)[1]))
     async with asyncio.timeout(2):
         await starting
-    assert len(router.parts.gateway.workers.usable) == 1
-    await router.parts.gateway.close()
+    assert len(router.lanes.first.gateway.workers.usable) == 1
+    await router.lanes.first.gateway.close()
     await again.stop()
 
 
 async def test_a_router_waits_no_longer_for_its_workers_than_it_may(model):
     """Defect 21: a worker that is gone must not keep a router from starting."""
     settings = RouterSettings(model=DEFAULT_MODEL, model_names=model.names, start_limit_s=0.3)
-    router = Router(settings, model, StaticDirectory([record_of("decode-0", "127.0.0.1:1")]))
+    router = process_of(settings, model, StaticDirectory([record_of("decode-0", "127.0.0.1:1")]))
     began_s = time.monotonic()
     async with router.running():
         assert 0.25 < time.monotonic() - began_s < 1.5
@@ -81,9 +80,9 @@ async def test_streams_that_run_when_the_fleet_stops_say_so(make_fleet):
     """Defect 24: they ended as ``worker_lost``, though the fleet was stopped in order."""
     fleet = await make_fleet({"decode-0": Script(step_s=0.02)})
     stream = asyncio.create_task(fleet.chat(stream=True, max_tokens=1000))
-    await until(lambda: fleet.router.gateway.in_flight)
+    await until(lambda: fleet.lane.gateway.in_flight)
     await asyncio.sleep(0.2)
-    fleet.router.gateway.stopping = True  # as router/__main__.py does on a signal
+    fleet.lane.gateway.stopping = True  # as router/__main__.py does on a signal
     await fleet.workers["decode-0"].stop()
     last = events_of((await stream).text)[-1]
     assert last["error"]["code"] == "unavailable"

@@ -28,7 +28,7 @@ async def listed(fleet, query: str = "", headers: dict | None = None) -> list[di
 
 async def told(fleet, name: str) -> dict:
     """The story of a request that its worker has confirmed."""
-    await until(lambda: fleet.router.gateway.kept.get(name).observed)
+    await until(lambda: fleet.lane.gateway.kept.get(name).observed)
     return (await fleet.http.get(f"/fleet/requests/{name}")).json()
 
 
@@ -87,9 +87,9 @@ async def test_a_slow_prefill_worker_is_named_by_the_story(make_fleet):
 async def test_a_wait_for_the_only_place_is_told_as_the_queue(make_fleet):
     fleet = await make_fleet({"decode-0": Script(step_s=0.05)}, window_requests=1)
     first = asyncio.create_task(fleet.chat(max_tokens=12))
-    await until(lambda: fleet.router.gateway.in_flight == 1)
+    await until(lambda: fleet.lane.gateway.in_flight == 1)
     second = asyncio.create_task(fleet.chat(max_tokens=2))
-    await until(lambda: fleet.router.gateway.admission.waiting == 1)
+    await until(lambda: fleet.lane.gateway.admission.waiting == 1)
     [waiting] = await listed(fleet, "?limit=1")
     assert (waiting["state"], waiting["cause"]) == ("queued", "queued")
     assert (await first).status_code == 200
@@ -102,7 +102,7 @@ async def test_an_answer_that_stood_still_is_told_with_its_place(make_fleet):
     script = Script(step_s=0.01)
     fleet = await make_fleet({"decode-0": script})
     answering = asyncio.create_task(fleet.chat(max_tokens=30))
-    await until(lambda: any(a.record.begun for a in fleet.router.gateway.kept.newest_first()))
+    await until(lambda: any(a.record.begun for a in fleet.lane.gateway.kept.newest_first()))
     script.step_s = 0.7
     await asyncio.sleep(0.3)
     script.step_s = 0.01

@@ -200,7 +200,7 @@ async def test_a_client_that_leaves_its_stream_ends_the_request(make_fleet):
     async with fleet.http.stream("POST", "/v1/chat/completions", json=body) as response:
         await anext(response.aiter_raw())
     await until(lambda: fleet.workers["decode-0"].cancels)
-    await until(lambda: fleet.router.gateway.in_flight == 0)
+    await until(lambda: fleet.lane.gateway.in_flight == 0)
 
 
 async def test_a_client_that_leaves_before_the_first_token_ends_the_request(make_fleet, caplog):
@@ -227,7 +227,7 @@ async def test_a_client_that_has_left_before_its_call_is_followed_is_noticed(mak
         writer.transport.abort()
     await until(lambda: not fleet.server.server_state.connections)
     await until(lambda: not fleet.server.server_state.tasks)
-    await until(lambda: fleet.router.gateway.in_flight == 0)
+    await until(lambda: fleet.lane.gateway.in_flight == 0)
 
 
 async def test_the_text_is_whole_whatever_is_written_at_once(make_fleet, model):

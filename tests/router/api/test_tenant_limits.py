@@ -36,8 +36,8 @@ def start(make_fleet, registry, monkeypatch):
         return await make_fleet(
             {"decode-0": more.pop("script", Script(step_s=0.001))},
             api_keys=KEYS,
-            shared_limits=SharedLimits(registry),
-            shared_quotas=SharedQuotas(registry),
+            limits=SharedLimits(registry),
+            quotas=SharedQuotas(registry),
             erasures=Erasures(registry),
             **more,
         )
@@ -277,7 +277,7 @@ async def test_without_redis_each_router_has_its_part(start, redis_server) -> No
     two = await start()
     await put(one, rpm=20)
     await until(lambda: two.router.quotas.quotas.has_limits("team"))
-    one.router.gateway.shares.known_routers = 2  # the demands of routers are not shared here
+    one.lane.gateway.shares.known_routers = 2  # the demands of routers are not shared here
     assert "x-baton-quota" not in (await one.chat(headers=TEAM)).headers
     os.kill(redis_server.pid, signal.SIGSTOP)
     answers = [await one.chat(headers=TEAM) for _ in range(14)]
@@ -314,8 +314,8 @@ async def test_a_response_that_moves_to_another_worker_counts_once(start) -> Non
 
 
 async def running(fleet) -> list:
-    await until(lambda: fleet.router.gateway.in_flight)
-    return list(fleet.router.gateway.kept.newest_first())
+    await until(lambda: fleet.lane.gateway.in_flight)
+    return list(fleet.lane.gateway.kept.newest_first())
 
 
 async def test_a_cancelled_response_counts_what_was_generated(start) -> None:
@@ -325,7 +325,7 @@ async def test_a_cancelled_response_counts_what_was_generated(start) -> None:
     async with fleet.http.stream("POST", "/v1/completions", json=body, headers=TEAM) as answer:
         async for _ in answer.aiter_bytes():
             break
-    await until(lambda: not fleet.router.gateway.in_flight)
+    await until(lambda: not fleet.lane.gateway.in_flight)
     assert 2 <= await used_tokens(fleet) < 100
 
 
@@ -333,7 +333,7 @@ async def test_a_request_that_no_worker_received_costs_no_tokens(start) -> None:
     fleet = await start(default_timeout_s=0.3)
     await put(fleet, rpm=100, tpm=5000)
     await fleet.workers.pop("decode-0").stop()
-    await until(lambda: not fleet.router.gateway.workers.usable)  # else it may have received it
+    await until(lambda: not fleet.lane.gateway.workers.usable)  # else it may have received it
     answer = await fleet.complete(headers=TEAM, max_tokens=4)
     assert answer.status_code in (503, 504)
     assert await used_tokens(fleet) == 0
@@ -366,8 +366,8 @@ async def test_a_client_that_left_before_its_call_was_placed_is_not_served(make_
     fleet = await make_fleet(
         {"decode-0": Script()},
         api_keys={"key-of-team": ApiKeyConfig(tenant="team")},
-        shared_limits=SharedLimits(registry),
-        shared_quotas=SharedQuotas(registry),
+        limits=SharedLimits(registry),
+        quotas=SharedQuotas(registry),
     )
     await fleet.http.put("/fleet/tenants/team", json={"tpm": 60_000}, headers=OPS)
     await until(lambda: fleet.router.quotas.quotas.has_limits("team"))

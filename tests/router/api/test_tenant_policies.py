@@ -36,8 +36,8 @@ def start(make_fleet, registry):
         return await make_fleet(
             {"decode-0": more.pop("script", Script(step_s=0.001))},
             api_keys=KEYS,
-            shared_limits=SharedLimits(registry),
-            shared_quotas=SharedQuotas(registry),
+            limits=SharedLimits(registry),
+            quotas=SharedQuotas(registry),
             **more,
         )
 
@@ -91,7 +91,7 @@ async def test_latencies_come_from_header_key_tenant_and_fleet_in_this_order(sta
     async def slo_of(**headers: str):
         answer = await fleet.chat(headers=TEAM | headers)
         assert answer.status_code == 200
-        request = next(iter(fleet.router.gateway.kept.newest_first())).request
+        request = next(iter(fleet.lane.gateway.kept.newest_first())).request
         return request.slo.ttft_s, request.slo.itl_s
 
     assert await slo_of() == (30, 3)
@@ -106,7 +106,7 @@ async def test_latencies_come_from_header_key_tenant_and_fleet_in_this_order(sta
 
 async def test_a_weight_reaches_the_queue_of_a_running_router(start) -> None:
     fleet = await start()
-    admission, shares = fleet.router.gateway.admission, fleet.router.gateway.shares
+    admission, shares = fleet.lane.gateway.admission, fleet.lane.gateway.shares
     await put(fleet, weight=3)
     assert [admission._weight_of(name) for name in ("team", "free")] == [3.0, 1.0]
     assert shares._weight_of("team") == 3.0
@@ -146,7 +146,7 @@ async def test_a_spent_budget_is_refused_without_a_time_to_retry(start) -> None:
         with pytest.raises(anthropic.RateLimitError) as refused:
             await other.messages.create(model=MODEL, messages=message, max_tokens=2)
     assert refused.value.body["error"]["type"] == "rate_limit_error"
-    refusals = fleet.router.gateway.kept
+    refusals = fleet.lane.gateway.kept
     assert len(list(refusals.newest_first())) == 1, "no refused request was repeated or queued"
     await put(fleet, budget={"tokens": 10_000})
     await asyncio.sleep(0.3)  # one exchange

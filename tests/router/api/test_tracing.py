@@ -117,7 +117,7 @@ async def test_a_fault_of_ours_is_a_span_and_a_500_in_the_metrics(fleet, spans, 
     page = (await fleet.http.get("/metrics")).text
     [line] = [line for line in page.splitlines() if line.startswith("baton_requests_total{")]
     assert 'endpoint="chat",status="500"' in line
-    await until(lambda: fleet.router.gateway.in_flight == 0)
+    await until(lambda: fleet.lane.gateway.in_flight == 0)
 
 
 async def test_the_parts_of_a_call_lie_in_its_time_and_a_retry_links_to_what_it_replaces(

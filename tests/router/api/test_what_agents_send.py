@@ -551,7 +551,7 @@ async def test_tools_of_the_provider_need_no_name(make_fleet):
 
 async def test_a_grammar_that_timed_out_is_tried_again(make_fleet, model, monkeypatch):
     fleet = await make_fleet({"decode-0": Script()})
-    checker = fleet.router.grammars
+    checker = fleet.lane.grammars
     check = checker.check
     slow = [True]
 

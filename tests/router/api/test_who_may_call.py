@@ -96,11 +96,11 @@ async def everything(make_fleet, model, artifact, registry, tmp_path):
         served,
         api_keys=KEYS | {f"key-of-{VIOLET}": ApiKeyConfig(tenant=VIOLET)},
         issued_keys=ended_keys(),
-        shared_keys=SharedKeys(registry),
-        shared_limits=SharedLimits(registry),
-        shared_usage=SharedUsage(registry),
-        stored_responses=StoredResponses(registry, limits),
-        fleet_orders=SimpleNamespace(ask=AsyncMock(return_value=None)),
+        keys=SharedKeys(registry),
+        limits=SharedLimits(registry),
+        usage=SharedUsage(registry),
+        responses=StoredResponses(registry, limits),
+        commands=SimpleNamespace(ask=AsyncMock(return_value=None)),
         state_dir=str(tmp_path),
     )
 
@@ -109,7 +109,7 @@ async def test_each_route_lets_in_whom_it_should(everything):
     """A route that is new needs a key, or a line above."""
     fleet = everything
     answered = 0
-    paths = list(paths_of(fleet.app()))
+    paths = list(paths_of(fleet.app))
     assert set(paths) > EVERYBODY | OPERATORS | OWNERS
     for path in paths:
         url, served = re.sub(r"\{[^}]*\}", "x", path), False
@@ -235,14 +235,14 @@ def shows(url: str, answer, things: Things) -> list[str]:
 async def test_no_route_shows_a_stranger_anything_of_a_tenant(everything):
     """Another tenant, no key, an expired and a revoked one: nothing leaks and nothing is lost."""
     fleet = everything
-    adapters = fleet.router.model.adapters
+    adapters = fleet.lane.model.adapters
     adapters._loaded = {ADAPTER: AdapterEntry(name=ADAPTER, owner=VIOLET, digest="00" * 16)}
     things = Things(fleet)
     await things.make()
     assert await things.all_there()
     strangers = ("key-of-one", "key-of-owner", *REFUSED_CALLERS)
     calls = 0
-    for path in paths_of(fleet.app()):
+    for path in paths_of(fleet.app):
         for url in things.urls(path):
             for method in METHODS:
                 for body in [None] if method in ("GET", "DELETE") else things.bodies():

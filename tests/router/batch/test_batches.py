@@ -189,7 +189,7 @@ async def test_a_cancel_keeps_what_is_answered(start):
         assert len(worker.submissions) == asked
         with pytest.raises(openai.BadRequestError, match="cancelled"):
             await client.batches.cancel(begun.id)
-    await until(lambda: fleet.router.gateway.in_flight == 0)
+    await until(lambda: fleet.lane.gateway.in_flight == 0)
 
 
 async def test_a_cancel_ends_the_last_lines_too(start):
@@ -202,7 +202,7 @@ async def test_a_cancel_ends_the_last_lines_too(start):
         await client.batches.cancel(begun.id)
         done = await ended(client, begun)
         assert (done.status, done.request_counts.completed) == ("cancelled", 0)
-        await until(lambda: fleet.router.gateway.in_flight == 0)
+        await until(lambda: fleet.lane.gateway.in_flight == 0)
         await worker.stop()
         await until(lambda: fleet.state("decode-0") != "ready")
         begun = await begin(client, lines(1))
@@ -223,7 +223,7 @@ async def test_nothing_comes_back_of_a_batch_whose_record_is_gone(start, tmp_pat
         record = store.batch("default", begun.id)
         with store.changing("default"):
             assert store.remove(record)
-        await until(lambda: fleet.router.gateway.in_flight == 0)
+        await until(lambda: fleet.lane.gateway.in_flight == 0)
         await asyncio.sleep(0.5)
         assert [file.purpose async for file in client.files.list()] == ["batch"]
         assert (await client.batches.list()).data == []
@@ -292,7 +292,7 @@ async def test_a_tenant_sees_its_own_alone(start):
                 input_file_id=done.input_file_id, endpoint=CHAT, completion_window="24h"
             )
         assert (await one.files.delete(done.input_file_id)).deleted
-    tenants = {active.request.tenant for active in fleet.router.gateway.kept._active.values()}
+    tenants = {active.request.tenant for active in fleet.lane.gateway.kept._active.values()}
     assert tenants == {"one"}
     assert (await fleet.http.get("/v1/files")).status_code == 401
     async with client_of(fleet, "key-of-batch") as three:
@@ -396,7 +396,7 @@ async def test_a_lack_of_room_ends_the_lines_that_run(start):
     async with client_of(fleet) as client:
         done = await ended(client, await begin(client, content))
         assert (done.status, done.errors.data[0].code) == ("failed", "storage_full")
-    await until(lambda: fleet.router.gateway.in_flight == 0)
+    await until(lambda: fleet.lane.gateway.in_flight == 0)
 
 
 async def test_line_ends_are_limited_too(start):

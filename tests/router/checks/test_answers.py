@@ -146,4 +146,4 @@ async def test_liveness_answers_during_a_check(make_fleet, model, name: str) -> 
         longest_s = max(longest_s, time.monotonic() - began_s)
         await asyncio.sleep(0.01)
     assert longest_s < 0.3, "the check alone takes 0.5 s"
-    await until(lambda: fleet.router.gateway.in_flight == 0)
+    await until(lambda: fleet.lane.gateway.in_flight == 0)

@@ -159,7 +159,7 @@ async def test_the_callers_deadline_cuts_the_wait(make_fleet, monkeypatch):
         await may_end.wait()
         return Verdict(grammar="g")
 
-    monkeypatch.setattr(fleet.router.grammars, "_try", tried)
+    monkeypatch.setattr(fleet.lane.grammars, "_try", tried)
     slow = asyncio.create_task(fleet.chat(guided_regex="a+"))
     for tenant in ("default", "other"):
         headers = {"x-baton-timeout-ms": "50", "x-baton-tenant": tenant}
@@ -239,7 +239,7 @@ async def test_a_fault_of_ours_is_counted_and_told_and_the_next_grammar_is_tried
 async def test_grammars_of_clients_that_have_left_are_not_tried(make_fleet, monkeypatch):
     """A client that left kept its place for minutes, and its tenant's 256 places were soon full."""
     fleet = await make_fleet({"decode-0": Script()})
-    grammars = fleet.router.grammars
+    grammars = fleet.lane.grammars
     assert (await fleet.chat(guided_regex="a+")).status_code == 200  # the process is there
     tried, goes_on, whole = [], asyncio.Event(), grammars._try
 

@@ -47,8 +47,7 @@ async def two(make_fleet):
     limits = StoreLimits(keep_s=60, tenant_bytes=10**6, total_bytes=10**6)
     stored = StoredResponses(registry, limits)
     fleets = [
-        await make_fleet({"decode-0": Script(step_s=0.02)}, stored_responses=stored)
-        for _ in range(2)
+        await make_fleet({"decode-0": Script(step_s=0.02)}, responses=stored) for _ in range(2)
     ]
     past = SimpleNamespace(keep=lambda page: None, missing=lambda answered: [])
     app = AnyRouter(fleets[0].server.config.app, Other(fleets[1].server.config.app), past, {})
@@ -103,7 +102,7 @@ async def test_a_revocation_reaches_the_sibling_without_redis(make_fleet, tmp_pa
     secret = new_key()
     record = issue(secret, {"tenant": "team"})
     (tmp_path / "keys.json").write_bytes(msgspec.json.encode([record]))  # known from before
-    settings = {"api_keys": {}, "shared_keys": shared, "state_dir": str(tmp_path)}
+    settings = {"api_keys": {}, "keys": shared, "state_dir": str(tmp_path)}
     fleets = [await make_fleet({"decode-0": None}, **settings) for _ in range(2)]
     past = SimpleNamespace(keep=lambda page: None, missing=lambda answered: [])
     apps = [fleet.server.config.app for fleet in fleets]

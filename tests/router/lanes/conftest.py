@@ -7,10 +7,10 @@ import pytest
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.wire.fleet_token import FleetToken
-from router.lane_feeds import LaneSources
 from router.served_model import ServedModel
 from router.settings import RouterSettings
-from tests.router.conftest import Fleet, record_of, until
+from router.sources import LaneSources
+from tests.router.conftest import SOURCES, Fleet, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script
 from tests.router.static_directory import StaticDirectory
 
@@ -36,46 +36,27 @@ class TwoLanes:
 async def two_lanes(make_fleet, model, artifact):
     async def make(
         script: Script | None = None,
-        orders=None,
-        first_orders=None,
-        shared_routes=None,
-        shared_gates=None,
-        audit=None,
-        stored_responses=None,
-        shared_usage=None,
+        commands=None,
+        first_commands=None,
         price=0.0,
         names=("smollm2", OTHER),
-        **settings,
+        **more,
     ) -> TwoLanes:
         own, beside = names
         other = ServedModel(artifact, (beside,), max_context_tokens=CONTEXT, chat_template=LETTERS)
         served = model if own == "smollm2" else ServedModel(artifact, (own,))
         directory = StaticDirectory()
-        sources = LaneSources(
-            settings=RouterSettings(
-                fleet=f"local.{OTHER}",
-                model=DEFAULT_MODEL,
-                model_names=(beside,),
-                fleet_token=FleetToken("secret"),
-                price_per_hour=price,
-                **settings,
-            ),
-            model=other,
-            directory=directory,
-            orders=orders,
+        settings = RouterSettings(
+            fleet=f"local.{OTHER}",
+            model=DEFAULT_MODEL,
+            model_names=(beside,),
+            fleet_token=FleetToken("secret"),
+            price_per_hour=price,
+            **{name: value for name, value in more.items() if name not in SOURCES},
         )
-        fleet = await make_fleet(
-            {},
-            served=served,
-            others=[sources],
-            fleet_orders=first_orders,
-            shared_routes=shared_routes,
-            shared_gates=shared_gates,
-            audit=audit,
-            stored_responses=stored_responses,
-            shared_usage=shared_usage,
-            **settings,
-        )
+        sources = LaneSources(directory=directory, commands=commands)
+        others = [(settings, other, sources)]
+        fleet = await make_fleet({}, served=served, others=others, commands=first_commands, **more)
         first = await fleet.add("decode-0")
         second = await EmulatedWorker("other-decode-0", "decode", script).start()
         fleet.workers["other-decode-0"] = second

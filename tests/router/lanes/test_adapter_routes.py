@@ -43,8 +43,8 @@ async def fleet(make_fleet, artifact, model, paths, registry) -> Fleet:
     made = await make_fleet(
         {name: Script() for name in WORKERS},
         served,
-        shared_routes=SharedRoutes(registry),
-        shared_gates=SharedGates(registry),
+        routes=SharedRoutes(registry),
+        gates=SharedGates(registry),
         golden=(msgspec.convert({**GOLDEN, "tokens": [1, 2, 3, 4]}, GoldenPrompt),),  # the model's
     )
     for name, path in paths.items():
@@ -62,7 +62,7 @@ async def change(fleet: Fleet, verb: str, name: str, **more: Any) -> Any:
 
 
 def version(fleet: Fleet, name: str) -> str:
-    return fleet.router.model.adapters.find(name).digest[:12]
+    return fleet.lane.model.adapters.find(name).digest[:12]
 
 
 def loads(fleet: Fleet) -> list[tuple[str, str]]:
@@ -88,7 +88,7 @@ async def test_workers_load_an_adapter_before_a_name_leads_to_it(fleet: Fleet) -
     assert (await change(fleet, "rollback", MODEL)).status_code == 200
     answer = await fleet.chat()
     assert answer.json()["model"] == MODEL
-    plain = f"{MODEL}; version={fleet.router.model.version}; why=named"
+    plain = f"{MODEL}; version={fleet.lane.model.version}; why=named"
     assert answer.headers["x-baton-model"] == plain
 
 
@@ -143,7 +143,7 @@ async def test_golden_prompts_of_an_adapter_are_its_own(fleet: Fleet) -> None:
 
 
 async def test_a_private_adapter_answers_no_name(fleet: Fleet, paths, artifact) -> None:
-    adapters = fleet.router.model.adapters
+    adapters = fleet.lane.model.adapters
     entry = await asyncio.to_thread(adapters._read, "t/own", str(paths["red"]))
     adapters._loaded = {"t/own": msgspec.structs.replace(entry, owner="t")}
     refused = await change(fleet, "alias", "chat", model="t/own")

@@ -36,7 +36,7 @@ class Desk:
 async def desks(two_lanes, monkeypatch):
     first = Desk("s")
     second = Desk(OTHER)
-    lanes = await two_lanes(orders=second, first_orders=first)
+    lanes = await two_lanes(commands=second, first_commands=first)
 
     async def order(verb: str, **body: Any) -> Any:
         answer = await lanes.fleet.http.post(
@@ -85,7 +85,7 @@ async def test_each_model_has_a_planner(desks) -> None:
 
 async def test_a_model_is_unloaded_only_if_no_name_leads_to_it(two_lanes, registry) -> None:
     second = Desk(OTHER)
-    lanes = await two_lanes(orders=second, shared_routes=SharedRoutes(registry))
+    lanes = await two_lanes(commands=second, routes=SharedRoutes(registry))
     http = lanes.fleet.http
 
     async def change(verb: str, name: str, **more: Any) -> tuple[int, str]:

@@ -73,7 +73,7 @@ async def test_models_and_workers_are_listed_with_their_lane(two_lanes) -> None:
     workers = (await http.get("/fleet")).json()["workers"]
     found = {worker["id"]: worker["model"] for worker in workers}
     assert found == {"decode-0": "smollm2", "other-decode-0": OTHER}
-    version = lanes.fleet.router.model.version
+    version = lanes.fleet.lane.model.version
     assert {worker["model_version"] for worker in workers} == {version}
     page = (await http.get("/metrics")).text
     for name in found.values():
@@ -114,7 +114,7 @@ async def test_usage_is_counted_by_model(two_lanes) -> None:
     lanes = await two_lanes()
     for name in ("smollm2", OTHER, OTHER):
         await lanes.post("/v1/completions", model=name, prompt="hi", max_tokens=1)
-    report = lanes.fleet.router.gateway.usage.ledger.report(0)
+    report = lanes.fleet.router.usage_counter.ledger.report(0)
     counted = {name.model: counters.requests for name, counters in report.rows.items()}
     assert counted == {"smollm2": 1, OTHER: 2}
 

@@ -38,9 +38,9 @@ PARENT = f"00-{5:032x}-{7:016x}-01"
 async def lanes(two_lanes, registry) -> TwoLanes:
     return await two_lanes(
         Script(),
-        shared_routes=SharedRoutes(registry),
-        shared_gates=SharedGates(registry),
-        shared_usage=SharedUsage(registry),
+        routes=SharedRoutes(registry),
+        gates=SharedGates(registry),
+        usage=SharedUsage(registry),
     )
 
 
@@ -138,7 +138,7 @@ async def test_copies_are_in_no_usage_report_or_metric_of_requests(lanes: TwoLan
     for number in range(3):
         await lanes.fleet.complete(f"hi {number}", max_tokens=3, **PLAIN)
     await until_counted(lanes, 3)
-    ledger = lanes.fleet.router.gateway.usage.ledger
+    ledger = lanes.fleet.router.usage_counter.ledger
     fields = [field for rows in ledger.fields().values() for field in rows]
     assert len(fields) == 1
     assert "smollm2" in fields[0]
@@ -226,8 +226,8 @@ async def test_requests_of_clients_take_the_places_of_copies(two_lanes, registry
     """The window of the other model has two places, which two copies hold."""
     lanes = await two_lanes(
         Script(),
-        shared_routes=SharedRoutes(registry),
-        shared_gates=SharedGates(registry),
+        routes=SharedRoutes(registry),
+        gates=SharedGates(registry),
         window_requests=2,
     )
     await shadowed(lanes)
@@ -248,8 +248,8 @@ async def test_requests_of_clients_take_the_places_of_copies(two_lanes, registry
 async def test_no_copy_starts_while_requests_of_clients_wait(two_lanes, registry) -> None:
     lanes = await two_lanes(
         Script(),
-        shared_routes=SharedRoutes(registry),
-        shared_gates=SharedGates(registry),
+        routes=SharedRoutes(registry),
+        gates=SharedGates(registry),
         window_requests=2,
     )
     await shadowed(lanes)

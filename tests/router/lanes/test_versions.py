@@ -17,7 +17,7 @@ TWO, TEN = "chat@2", "chat@10"
 
 @pytest.fixture
 async def lanes(two_lanes, registry) -> TwoLanes:
-    return await two_lanes(names=(TEN, TWO), shared_routes=SharedRoutes(registry))
+    return await two_lanes(names=(TEN, TWO), routes=SharedRoutes(registry))
 
 
 async def ask(lanes: TwoLanes, name: str, **more: Any) -> Any:

@@ -184,13 +184,13 @@ async def test_records_are_bounded(make_fleet):
     ids = [(await fleet.chat(max_tokens=1)).json()["id"] for _ in range(5)]
     statuses = [(await fleet.http.get(f"/fleet/requests/{i}")).status_code for i in ids]
     assert statuses == [404, 404, 200, 200, 200]
-    await until(lambda: fleet.router.gateway.in_flight == 0)
+    await until(lambda: fleet.lane.gateway.in_flight == 0)
 
 
 async def test_the_first_token_of_a_whole_response_is_counted_when_it_comes(make_fleet):
     fleet = await make_fleet({"decode-0": Script(step_s=0.1)})
     assert (await fleet.chat(max_tokens=10)).status_code == 200
-    await until(lambda: fleet.router.gateway.in_flight == 0)
+    await until(lambda: fleet.lane.gateway.in_flight == 0)
     values = samples((await fleet.http.get("/metrics")).text)
     waited_s = values["baton_time_to_first_token_seconds_sum", ("tenant", "default")]
     took_s = values["baton_e2e_seconds_sum", ("tenant", "default")]
@@ -201,7 +201,7 @@ async def test_metrics_count_each_request_once_and_phases_add_up(fleet):
     for index in range(6):
         await fleet.chat(stream=index % 2 == 0)
     await fleet.chat(temperature=-1)
-    await until(lambda: fleet.router.gateway.in_flight == 0)
+    await until(lambda: fleet.lane.gateway.in_flight == 0)
     values = samples((await fleet.http.get("/metrics")).text)
     tenant = ("tenant", "default")
     ok = ("baton_requests_total", ("endpoint", "chat"), ("status", "200"), tenant)
@@ -310,7 +310,7 @@ async def test_a_slow_reader_gets_tokens_together(make_fleet):
         writes.append(message.get("body", b""))
         await asyncio.sleep(0.05)  # the connection takes a write only now and then
 
-    await fleet.app()(scope, receive, send)
+    await fleet.app(scope, receive, send)
     events = events_of(b"".join(writes).decode())
     assert sum(len(e["choices"][0]["logprobs"]["tokens"]) for e in events[:-1]) == 200
     assert len(events) < 60
@@ -330,7 +330,7 @@ async def test_fastapi_adds_no_spans_of_its_own_to_those_of_the_router(fleet, mo
     await get_models(FastAPI())
     assert [span.name for span in spans.get_finished_spans()] == ["GET"]
     spans.clear()
-    await get_models(fleet.app())
+    await get_models(fleet.app)
     assert not spans.get_finished_spans()
 
 
@@ -435,7 +435,7 @@ async def test_every_response_has_an_id_and_a_call_of_many_prompts_is_found_by_i
 
 
 async def test_a_fault_is_500_with_an_id(fleet, monkeypatch):
-    monkeypatch.setattr(fleet.router.gateway.workers, "describe", lambda: 1 / 0)
+    monkeypatch.setattr(fleet.lane.gateway.workers, "describe", lambda: 1 / 0)
     response = await fleet.http.get("/fleet")
     assert response.status_code == 500
     assert response.headers["x-request-id"].startswith("req-")
@@ -447,7 +447,7 @@ async def test_what_is_kept_of_an_ended_request_is_its_story_not_its_tokens(make
         max_tokens=5, logprobs=True, top_logprobs=3, logit_bias={"5": 1}, guided_regex=".*"
     )
     name, counted = response.json()["id"], response.json()["usage"]
-    [active] = fleet.router.gateway.kept._active.values()
+    [active] = fleet.lane.gateway.kept._active.values()
     await until(lambda: not active.request.prompt)
     assert [choice.token_ids for choice in active.record.choices] == [[]]
     sampling = active.request.sampling
@@ -460,8 +460,8 @@ async def test_what_is_kept_of_an_ended_request_is_its_story_not_its_tokens(make
 async def test_a_delivered_request_is_counted_though_its_worker_dies_unconfirmed(make_fleet):
     fleet = await make_fleet({"decode-0": Script(lose_end=True)})
     await fleet.chat()
-    assert fleet.router.gateway.in_flight == 1
+    assert fleet.lane.gateway.in_flight == 1
     await fleet.workers["decode-0"].stop()
-    await until(lambda: fleet.router.gateway.in_flight == 0)
+    await until(lambda: fleet.lane.gateway.in_flight == 0)
     values = samples((await fleet.http.get("/metrics")).text)
     assert values["baton_generation_tokens_total", ("tenant", "default")] == 4

@@ -20,7 +20,7 @@ class Crowd:
 
     def __post_init__(self) -> None:
         self.random = random.Random(7)
-        gateway = self.fleet.router.gateway
+        gateway = self.fleet.lane.gateway
         self.names = [f"prefill-{n}" for n in range(self.prefill)]
         self.names += [f"decode-{n}" for n in range(self.decode)]
         self.links = {name: FakeLink(gateway, name) for name in self.names}
@@ -44,7 +44,7 @@ class Crowd:
 
     def die(self, name: str, reason: str) -> None:
         """End a worker; its slot is kept."""
-        workers = self.fleet.router.gateway.workers
+        workers = self.fleet.lane.gateway.workers
         slot = workers.get(name)
         slot.link = None
         record = slot.record

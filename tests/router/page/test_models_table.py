@@ -16,9 +16,7 @@ ROWS = "[...document.querySelectorAll('#models tr')]"
 
 @needs_browser
 async def test_operators_see_the_gate_of_a_canary_and_roll_it_back(two_lanes, registry, tab):
-    lanes = await two_lanes(
-        shared_routes=SharedRoutes(registry), shared_gates=SharedGates(registry)
-    )
+    lanes = await two_lanes(routes=SharedRoutes(registry), gates=SharedGates(registry))
     http = lanes.fleet.http
     await http.post(
         "/fleet/models", json={"verb": "gate", "name": OTHER, "golden": [GOLDEN]}, headers=OPS

@@ -114,7 +114,7 @@ async def test_a_fleet_with_latency_limits_shows_its_goodput_and_the_changes_of_
     await tab.until("byId('goodput-now').textContent === 'no latency limits'")
     assert await tab.js("byId('planner-section').hidden"), "no request had limits yet"
     await fleet.chat()
-    record = fleet.router.gateway.workers.get("decode-0").record
+    record = fleet.lane.gateway.workers.get("decode-0").record
     fleet.directory.put(msgspec.structs.replace(record, role="prefill", turn=1))
     await tab.until("!byId('planner-section').hidden")
     await tab.until("byId('goodput-now').textContent === '100 % good'")
@@ -148,7 +148,7 @@ async def test_decisions_of_the_planner_are_marks_with_their_reasons_beside_the_
     fleet = await make_fleet(
         {"prefill-0": None, "decode-0": None, "decode-1": None},
         slo=SloConfig(ttft_s=5, itl_s=1),
-        fleet_orders=desk,
+        commands=desk,
     )
     await tab.show_as(1280, 900, "light")
     await tab.go(fleet.url)
@@ -165,7 +165,7 @@ async def test_decisions_of_the_planner_are_marks_with_their_reasons_beside_the_
         Decided(at=now_s, decision=wish, done=True),
         Decided(at=now_s, decision=turn, done=True),
     ]
-    record = fleet.router.gateway.workers.get("decode-1").record
+    record = fleet.lane.gateway.workers.get("decode-1").record
     fleet.directory.put(msgspec.structs.replace(record, role="prefill", turn=1))
     await tab.until("byId('sizes-now').textContent === '2 + 1 now'")
     found = "[...document.querySelectorAll('.mark')].map(mark => mark.title.slice(9)).sort()"

@@ -23,8 +23,8 @@ async def fleet(make_fleet, registry):
     return await make_fleet(
         {"decode-0": None},
         api_keys=KEYS,
-        shared_limits=SharedLimits(registry),
-        shared_quotas=SharedQuotas(registry),
+        limits=SharedLimits(registry),
+        quotas=SharedQuotas(registry),
     )
 
 

@@ -180,7 +180,7 @@ def served_by(routers: list[Simulated], loads) -> Counter:
 async def test_a_router_reports_the_last_turn_by_which_it_places(make_fleet, redis_server):
     registry = Registry(redis_server.url, "turns")
     demands = RouterDemands(registry)
-    fleet = await make_fleet({"a": None, "b": None}, shared_demands=demands)
+    fleet = await make_fleet({"a": None, "b": None}, demands=demands)
     fleet.directory.put(record_of("b", "127.0.0.1:1", role="prefill", turn=9))
 
     async def reported() -> int:
@@ -195,7 +195,7 @@ async def test_a_router_reports_the_last_turn_by_which_it_places(make_fleet, red
 async def test_routers_show_what_the_planner_wants_while_it_runs(make_fleet, redis_server):
     registry = Registry(redis_server.url, "plans")
     demands = RouterDemands(registry)
-    fleet = await make_fleet({"a": None}, shared_demands=RouterDemands(registry))
+    fleet = await make_fleet({"a": None}, demands=RouterDemands(registry))
     value = fleet.router.metrics.value
 
     async def shown(wanted: tuple[float, float, float]) -> None:
@@ -226,13 +226,11 @@ async def test_two_routers_keep_to_one_window_and_serve_tenants_alike(make_fleet
     worker = SteppedWorker("decode-0", 0.003)
     await worker.start()
     steps = asyncio.create_task(worker.run())
-    fleets = [
-        await make_fleet({}, window_requests=window, shared_demands=source) for source in sources
-    ]
+    fleets = [await make_fleet({}, window_requests=window, demands=source) for source in sources]
     for fleet in fleets:
         fleet.directory.put(record_of("decode-0", worker.address))
         await until(lambda fleet=fleet: fleet.state("decode-0") == "ready")
-    await until(lambda: all(fleet.router.gateway.shares.routers == 2 for fleet in fleets))
+    await until(lambda: all(fleet.lane.gateway.shares.routers == 2 for fleet in fleets))
     served: Counter = Counter()
     over = asyncio.Event()
 
@@ -249,7 +247,7 @@ async def test_two_routers_keep_to_one_window_and_serve_tenants_alike(make_fleet
         for fleet, tenant, count in places
         for _ in range(count)
     ]
-    gateways = [fleet.router.gateway for fleet in fleets]
+    gateways = [fleet.lane.gateway for fleet in fleets]
     await until(lambda: sum(served.values()) > 100, 30.0)
     await asyncio.sleep(2)  # some exchanges: until then tenant a has more places
     served.clear()
@@ -271,9 +269,9 @@ async def test_two_routers_keep_to_one_window_and_serve_tenants_alike(make_fleet
 
 async def test_without_redis_limits_are_local(make_fleet, redis_server):
     registry = Registry("redis://127.0.0.1:1", "shares")
-    fleet = await make_fleet({"decode-0": None}, shared_demands=RouterDemands(registry))
+    fleet = await make_fleet({"decode-0": None}, demands=RouterDemands(registry))
     assert (await fleet.chat()).status_code == 200
-    gateway = fleet.router.gateway
+    gateway = fleet.lane.gateway
     assert gateway.shares.routers == 1
     assert gateway.admission.limit == gateway.admission.max_waiting
     await registry.close()

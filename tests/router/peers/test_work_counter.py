@@ -89,7 +89,7 @@ def test_when_all_have_ended_nothing_waits_or_runs(sequence):
 async def test_a_router_reports_the_work_of_its_clients(make_fleet, redis_server):
     registry = Registry(redis_server.url, "work")
     source = RouterDemands(registry)
-    fleet = await make_fleet({"decode-0": None}, shared_demands=source)
+    fleet = await make_fleet({"decode-0": None}, demands=source)
     answer = await fleet.chat(max_tokens=8)
     usage = answer.json()["usage"]
     other = Registry(redis_server.url, "work")

@@ -17,12 +17,12 @@ from baton.registry.redis_store import Registry
 from baton.registry.workers import Presence, RegistryWatcher
 from baton.types.block_hashes import block_hashes
 from fleet.local.redis_server import EmbeddedRedis
-from router.app import Router
 from router.frontend.api.bodies.completion import CompletionBody
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.prepare import Preparer, read_headers
+from router.process import Process
 from router.settings import RouterSettings
-from tests.router.conftest import MODEL, record_of, until
+from tests.router.conftest import MODEL, process_of, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
@@ -52,17 +52,17 @@ async def announced(registry: Registry, worker: EmulatedWorker):
         await publisher.stop()
 
 
-async def place(router: Router, count: int) -> list[str]:
+async def place(router: Process, count: int) -> list[str]:
     """Send the prompt ``count`` times, through everything but HTTP; where it went."""
     body = parse(CompletionBody, msgspec.json.encode({"model": MODEL, "prompt": PROMPT}))
-    preparer = Preparer(router.parts.model, router.parts.settings)
+    preparer = Preparer(router.lanes.first.model, router.settings)
     went = []
     for _ in range(count):
         [request] = preparer.completions(
-            body, read_headers({}, router.parts.settings), time.monotonic_ns()
+            body, read_headers({}, router.settings), time.monotonic_ns()
         )
         wakeup = asyncio.Event()
-        active = router.parts.gateway.submit(request, wakeup)
+        active = router.lanes.first.gateway.submit(request, wakeup)
         while not active.record.ended:
             wakeup.clear()
             await wakeup.wait()
@@ -79,7 +79,7 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
         routers = []
         for index in range(2):
             directory = RegistryWatcher(registry, tmp_path / f"{index}.json")
-            router = Router(replace(settings), model, directory, EventFeed(registry))
+            router = process_of(replace(settings), model, directory, events=EventFeed(registry))
             await stack.enter_async_context(router.running())
             routers.append(router)
         workers, publishers = [], []
@@ -89,7 +89,7 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
             workers.append(worker)
             publishers.append(await stack.enter_async_context(announced(registry, worker)))
         for router in routers:
-            await until(lambda router=router: len(router.parts.gateway.workers.usable) == 3)
+            await until(lambda router=router: len(router.lanes.first.gateway.workers.usable) == 3)
 
         await place(routers[0], 1)
         await asyncio.sleep(3.1)  # what that placement promised is forgotten: nothing came of it
@@ -100,13 +100,13 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
             held = workers[2].incarnation
             await until(
                 lambda r=router, h=held: (
-                    r.parts.prefix_index.prefix_blocks(h, hashes) == len(hashes)
+                    r.lanes.first.prefix_index.prefix_blocks(h, hashes) == len(hashes)
                 )
             )
             assert await place(router, 5) == ["decode-2"] * 5
 
         # A router that thought the worker dead learns again what it holds.
-        parts = routers[0].parts
+        parts = routers[0].lanes.first
         parts.gateway.workers.link("decode-2").die("a mistake")
         assert parts.prefix_index.prefix_blocks(held, hashes) == 0
         await until(lambda: parts.prefix_index.prefix_blocks(held, hashes) == len(hashes))
@@ -117,7 +117,7 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
 
         await workers[2].stop()
         for router in routers:
-            await until(lambda router=router: router.parts.prefix_index.total_hashes == 0)
+            await until(lambda router=router: router.lanes.first.prefix_index.total_hashes == 0)
         assert "decode-2" not in await place(routers[0], 2)
 
 

@@ -34,7 +34,7 @@ async def test_rows_agree_with_the_fleet_and_keep_the_time_of_the_last_change(ma
     since_s = cells["decode-0"]["since_s"]
     # It dies between two calls of the page: the router notes its states each second.
     await fleet.workers["decode-0"].stop()
-    record = fleet.router.gateway.workers.get("decode-0").record
+    record = fleet.lane.gateway.workers.get("decode-0").record
     gone = {"state": "dead", "reason": "killed by SIGKILL (9)"}
     fleet.directory.put(msgspec.structs.replace(record, **gone))
     await until(lambda: fleet.state("decode-0") == "dead")
@@ -49,9 +49,9 @@ async def test_rows_agree_with_the_fleet_and_keep_the_time_of_the_last_change(ma
 async def test_each_worker_has_the_version_that_it_runs(make_fleet):
     fleet = await make_fleet({"decode-0": None, "decode-1": None})
     for number, name in enumerate(("decode-0", "decode-1")):
-        record = fleet.router.gateway.workers.get(name).record
+        record = fleet.lane.gateway.workers.get(name).record
         fleet.directory.put(msgspec.structs.replace(record, version=f"0.{number}.0+abc"))
-    await until(lambda: fleet.router.gateway.workers.get("decode-1").record.version)
+    await until(lambda: fleet.lane.gateway.workers.get("decode-1").record.version)
     cells = await cells_of(fleet)
     assert [cells[name]["version"] for name in sorted(cells)] == ["0.0.0+abc", "0.1.0+abc"]
     workers = (await fleet.http.get("/fleet")).json()["workers"]

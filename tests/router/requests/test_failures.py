@@ -36,8 +36,8 @@ async def test_a_client_that_goes_away_is_cancelled_within_a_second(make_fleet, 
     await until(lambda: only(fleet).cancels, timeout_s=1.0)
     assert time.monotonic() - gone_s < 1.0
     assert list(only(fleet).cancels[0].choices) == []
-    await until(lambda: fleet.router.gateway.in_flight == 0, timeout_s=2)
-    assert fleet.router.gateway.admission.running == 0
+    await until(lambda: fleet.lane.gateway.in_flight == 0, timeout_s=2)
+    assert fleet.lane.gateway.admission.running == 0
 
 
 async def test_a_client_that_goes_away_before_the_first_token_is_cancelled(make_fleet):
@@ -97,7 +97,7 @@ async def test_death_before_anything_was_sent_moves_the_request(make_fleet, mode
     fleet = await make_fleet({})
     process = await fleet.spawn("decode-0", "--prefill-s", "30")
     call = asyncio.create_task(fleet.chat(stream=True))
-    await until(lambda: fleet.router.gateway.in_flight == 1)
+    await until(lambda: fleet.lane.gateway.in_flight == 1)
     await fleet.add("decode-1", Script(step_s=0.001))
     await asyncio.sleep(0.1)
     await kill(fleet, process)
@@ -198,7 +198,7 @@ class TestAnAnswerGoesOn:
         stop = model.tokenizer.decode([answer_token(1, 0, i) for i in range(20, 50)])
 
         async def then():
-            record = next(iter(fleet.router.gateway._active.values())).record
+            record = next(iter(fleet.lane.gateway._active.values())).record
             await until(lambda: record.choices[0].next_index >= 25)  # held: nothing is sent now
             await fleet.add("decode-1", Script(step_s=0.001))
             await kill(fleet, process)
@@ -267,7 +267,7 @@ class TestAnAnswerGoesOn:
             fleet.workers["decode-2"].state = "draining"  # in reserve
             await until(lambda: fleet.state("decode-2") == "draining")
             await kill(fleet, first)
-            gateway = fleet.router.gateway
+            gateway = fleet.lane.gateway
             active = next(iter(gateway._active.values()))
             await until(lambda: active.record.attempt == 2 and not active.record._pauses)
             fleet.workers["decode-2"].state = "ready"
@@ -299,7 +299,7 @@ async def test_death_without_another_worker_is_503(make_fleet):
     fleet = await make_fleet({})
     process = await fleet.spawn("decode-0", "--prefill-s", "30")
     call = asyncio.create_task(fleet.chat())
-    await until(lambda: fleet.router.gateway.in_flight == 1)
+    await until(lambda: fleet.lane.gateway.in_flight == 1)
     await asyncio.sleep(0.1)
     await kill(fleet, process)
     response = await call
@@ -497,7 +497,7 @@ class TestAdmission:
         assert late.status_code == 504
         assert (await first).status_code == 200
         assert len(only(fleet).submissions) == 1
-        assert fleet.router.gateway.admission.waiting == 0
+        assert fleet.lane.gateway.admission.waiting == 0
 
 
 class TestFaultsOfOurOwn:
@@ -515,7 +515,7 @@ class TestFaultsOfOurOwn:
     @pytest.mark.parametrize("slo", [None, SloConfig(ttft_s=10, itl_s=1)])
     async def test_a_placement_that_fails_frees_its_place(self, make_fleet, monkeypatch, slo):
         fleet = await make_fleet({"decode-0": None}, window_requests=1, slo=slo)
-        gateway = fleet.router.gateway
+        gateway = fleet.lane.gateway
         quote = gateway._placer.quote
         faults = [OverflowError("too large")] * (1 if slo is None else 2)  # the gate asks, too
 
@@ -542,7 +542,7 @@ class TestFaultsOfOurOwn:
         self, make_fleet, monkeypatch, caplog
     ):
         fleet = await make_fleet({"decode-0": None})
-        table = fleet.router.gateway.workers
+        table = fleet.lane.gateway.workers
         faults = [KeyError("a fault of ours")]
         note_transfers = table.note_transfers
 

@@ -19,19 +19,19 @@ async def test_requests_wait_for_the_first_worker_and_are_not_late(make_fleet):
     """The time of its start counts for no latency limit."""
     fleet = await make_fleet({}, starts_from_zero=True)
     calls = [asyncio.create_task(fleet.chat(headers=STRICT)) for _ in range(3)]
-    await until(lambda: fleet.router.gateway.admission.waiting == 3)
-    assert fleet.router.gateway.work.demand().waiting.count == 3, "the controller sees them"
+    await until(lambda: fleet.lane.gateway.admission.waiting == 3)
+    assert fleet.lane.gateway.work.demand().waiting.count == 3, "the controller sees them"
     await asyncio.sleep(0.1)
     await fleet.add("decode-0")
     assert [(await call).status_code for call in calls] == [200, 200, 200]
-    assert fleet.router.gateway.admission.running == 0
+    assert fleet.lane.gateway.admission.running == 0
 
 
 async def test_a_disaggregated_request_waits_for_the_role_that_still_starts(make_fleet):
     fleet = await make_fleet({}, starts_from_zero=True)
     mode = {"x-baton-mode": "disaggregated"}
     call = asyncio.create_task(fleet.chat(headers=mode))
-    await until(lambda: fleet.router.gateway.admission.waiting == 1)
+    await until(lambda: fleet.lane.gateway.admission.waiting == 1)
     fleet.directory.put(starting("prefill-0", "prefill"))
     await until(lambda: fleet.state("prefill-0") == "starting")
     await fleet.add("decode-0")
@@ -52,15 +52,15 @@ async def test_a_role_that_nobody_starts_is_refused(make_fleet):
 
 async def test_who_waits_may_go_away_or_run_out_of_time(make_fleet):
     fleet = await make_fleet({}, starts_from_zero=True)
-    admission = fleet.router.gateway.admission
+    admission = fleet.lane.gateway.admission
     response = await fleet.chat(headers={"x-baton-timeout-ms": "200"})
     assert response.status_code == 504
     call = asyncio.create_task(fleet.chat(stream=True))
     await until(lambda: admission.waiting == 1)
     call.cancel()
     await until(lambda: admission.waiting == 0)
-    assert fleet.router.gateway.in_flight == 0
-    assert fleet.router.gateway.work.demand().waiting.count == 0
+    assert fleet.lane.gateway.in_flight == 0
+    assert fleet.lane.gateway.work.demand().waiting.count == 0
 
 
 @pytest.mark.parametrize(("empty", "status"), [(True, 200), (False, 503)])

@@ -71,7 +71,7 @@ async def test_nothing_stays_of_clients_that_leave(make_fleet, seed):
 
     port = int(fleet.url.rpartition(":")[2])
     await asyncio.gather(trouble(), *(call_and_leave(port, chance) for _ in range(300)))
-    gateway = fleet.router.gateway
+    gateway = fleet.lane.gateway
     await until(lambda: not gateway._active, 30)  # a worker has 10 s to confirm an end
     assert (gateway.admission.running, gateway.admission.waiting) == (0, 0)
     assert not gateway.admission._running_of and not gateway.admission._levels

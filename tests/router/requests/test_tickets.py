@@ -95,7 +95,7 @@ async def test_two_routers_keep_their_order_at_a_worker_while_clocks_step(make_f
     """Defect 12: with real gRPC, and nothing shared but the worker."""
     one, two = await make_fleet({}), await make_fleet({})
     worker = await one.add("decode-0", Script(step_s=0.001))
-    two.directory.put(one.router.gateway.workers.get("decode-0").record)
+    two.directory.put(one.lane.gateway.workers.get("decode-0").record)
     await until(lambda: two.state("decode-0") == "ready")
     for fleet, step in ((one, 1), (two, 0), (one, -1), (two, 1), (two, 0), (one, 0)):
         clock(step * HOUR_NS)

@@ -13,10 +13,10 @@ from baton.registry.event_feed import EventFeed
 from baton.registry.redis_store import Registry
 from baton.registry.workers import RegistryWatcher
 from baton.wire.fleet_token import FleetToken
-from router.app import Router
+from router.process import Process
 from router.settings import RouterSettings
 from tests.registry.conftest import redis_server
-from tests.router.conftest import until
+from tests.router.conftest import process_of, until
 from tests.router.placement.test_registry_and_index import place
 from tests.workers.harness import TOKEN, WorkerProcess
 
@@ -26,10 +26,10 @@ __all__ = ["redis_server"]
 class Fleet:
     """A router in this process, and two workers in theirs."""
 
-    def __init__(self, router: Router, workers: dict[str, WorkerProcess]) -> None:
+    def __init__(self, router: Process, workers: dict[str, WorkerProcess]) -> None:
         self.router = router
         self.workers = workers
-        self.table = router.parts.gateway.workers
+        self.table = router.lanes.first.gateway.workers
         self.deaths: list[str] = []
         on_dead = self.table._listener.on_dead
 
@@ -65,7 +65,7 @@ async def fleet(redis_server, model):
         settings = RouterSettings(
             model=DEFAULT_MODEL, model_names=model.names, fleet_token=FleetToken(TOKEN)
         )
-        router = Router(settings, model, RegistryWatcher(registry), EventFeed(registry))
+        router = process_of(settings, model, RegistryWatcher(registry), events=EventFeed(registry))
         await stack.enter_async_context(router.running())
         made = Fleet(router, workers)
         await until(lambda: len(made.links()) == 2 and all(link.resting for link in made.links()))

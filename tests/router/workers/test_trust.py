@@ -22,16 +22,16 @@ async def test_a_router_and_a_worker_of_one_fleet(make_fleet, tmp_path: Path) ->
     fleet = await make_fleet({}, tls=FleetTls(files(folder)))
     try:
         fleet.directory.put(record_of("decode-0", worker.address, "decode"))
-        await until(lambda: fleet.router.gateway.workers.usable)
+        await until(lambda: fleet.lane.gateway.workers.usable)
         newer = made(tmp_path / "newer")
         for name in ("ca.pem", "fleet.key", "fleet.pem"):
             (newer / name).replace(folder / name)
         assert (await fleet.complete()).status_code == 200, "over the stream that stood before"
         port = int(worker.address.rpartition(":")[2])
         await worker.stop()
-        await until(lambda: not fleet.router.gateway.workers.usable)
+        await until(lambda: not fleet.lane.gateway.workers.usable)
         await worker.start(port, FleetTls(files(folder)))  # knows nothing of the old CA
-        await until(lambda: fleet.router.gateway.workers.usable)
+        await until(lambda: fleet.lane.gateway.workers.usable)
         assert (await fleet.complete()).status_code == 200
         assert (await shown(fleet))["refused"] == ""
     finally:
@@ -48,7 +48,7 @@ async def test_a_worker_that_is_not_trusted_is_named_with_the_reason(
     fleet = await make_fleet({}, tls=FleetTls(files(made(tmp_path / "certs"))))
     try:
         fleet.directory.put(record_of("decode-0", worker.address, "decode"))
-        links = fleet.router.gateway.workers
+        links = fleet.lane.gateway.workers
         await until(lambda: any(slot.refusal for slot in links))
         told = "not valid for this fleet" if wrong == "another CA" else "it uses plain text"
         assert told in (await shown(fleet))["refused"]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from router.frontend.api.answer import AnswerContext
 from router.frontend.api.bodies.embedding import EmbeddingBody
+from router.frontend.api.call_response import AnswerContext
 from router.frontend.api.embeddings import EmbeddingAnswer, written
 from router.frontend.api.pooling.bodies import RerankBody
 from router.request import GenerationRequest
@@ -34,11 +34,11 @@ class PooledAnswer(EmbeddingAnswer):
         self._write_vectors = write
 
     def _whole(self) -> dict[str, Any]:
-        tokens = sum(active.record.prompt_tokens for active in self._active)
+        tokens = sum(active.record.prompt_tokens for active in self.call.active)
         return {
-            "id": self._context.request_id,
+            "id": self.call.id,
             "model": self._body.model,
-            **self._write_vectors([active.record.embedding for active in self._active]),
+            **self._write_vectors([active.record.embedding for active in self.call.active]),
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
 

@@ -7,16 +7,16 @@ from fastapi import Request, Response
 
 from baton.types.errors import InvalidRequestError, PromptTooLongError
 from router.frontend.api.bodies.embedding import EmbeddingBody
-from router.frontend.api.generation import Calls
-from router.frontend.api.parts import Endpoints, RouterParts
+from router.frontend.api.endpoints import Endpoints
+from router.frontend.api.generation import Arrival, Calls
 from router.frontend.api.pooling.answers import PooledAnswer, Write, pooled, ranked, scored
 from router.frontend.api.pooling.bodies import PooledBody, PoolingBody, RerankBody, ScoreBody
-from router.frontend.api.prepare import Caller
 from router.frontend.off_loop import off_loop
+from router.process import Process
 from router.served_model import ServedModel
 
 
-def routes(router: RouterParts) -> Endpoints:
+def routes(router: Process) -> Endpoints:
     """Return the calls under the paths of vLLM, Jina and Cohere."""
     api = Endpoints()
     calls = _PooledCalls(router)
@@ -43,63 +43,65 @@ def routes(router: RouterParts) -> Endpoints:
 
 
 class _PooledCalls(Calls):
-    async def score(self, body: ScoreBody, size: int, caller: Caller, now_ns: int) -> Response:
+    async def score(self, body: ScoreBody, arrival: Arrival) -> Response:
         left, right = body.sides()
         names = [f"text_1[{i}]" for i in range(len(left))]
         names += [f"text_2[{i}]" for i in range(len(right))]
         pairs = [(index % len(left), len(left) + index) for index in range(len(right))]
-        how = await off_loop(size, lambda: self._how(body, [*left, *right], names))
-        return await self._pooled("score", how, scored(pairs), size, caller, now_ns)
+        model = arrival.lane.model
+        how = await off_loop(arrival.size_bytes, lambda: _how(model, body, [*left, *right], names))
+        return await self._pooled("score", how, scored(pairs), arrival)
 
-    async def rerank(self, body: RerankBody, size: int, caller: Caller, now_ns: int) -> Response:
+    async def rerank(self, body: RerankBody, arrival: Arrival) -> Response:
         texts = [body.query, *body.texts()]
         names = ["query", *(f"documents[{i}]" for i in range(len(texts) - 1))]
-        how = await off_loop(size, lambda: self._how(body, texts, names))
-        return await self._pooled("rerank", how, ranked(body), size, caller, now_ns)
+        model = arrival.lane.model
+        how = await off_loop(arrival.size_bytes, lambda: _how(model, body, texts, names))
+        return await self._pooled("rerank", how, ranked(body), arrival)
 
-    async def pooling(self, body: PoolingBody, size: int, caller: Caller, now_ns: int) -> Response:
+    async def pooling(self, body: PoolingBody, arrival: Arrival) -> Response:
         inputs = body.inputs()
         names = [f"input[{i}]" for i in range(len(inputs))]
-        how = await off_loop(size, lambda: self._how(body, inputs, names))
-        return await self._pooled("pooling", how, pooled(how), size, caller, now_ns)
-
-    def _how(
-        self, body: PooledBody, texts: Sequence[str | list[int]], names: Sequence[str]
-    ) -> EmbeddingBody:
-        """Return the embeddings call for ``texts``, whose fields in errors are ``names``."""
-        model = self._router.model
-        most = body.most_tokens
-        encoded = [
-            _tokens(model, text, name, most) for text, name in zip(texts, names, strict=True)
-        ]
-        more: dict[str, Any] = {}
-        if isinstance(body, PoolingBody):
-            more = {
-                "encoding_format": body.encoding_format,
-                "dimensions": body.dimensions,
-                "normalize": body.normalize,
-            }
-        # The texts are already validated.
-        return EmbeddingBody.model_construct(
-            model=body.model,
-            input=encoded,
-            pooling=body.pooling,
-            user=body.user,
-            priority=body.priority,
-            **more,
-        )
+        model = arrival.lane.model
+        how = await off_loop(arrival.size_bytes, lambda: _how(model, body, inputs, names))
+        return await self._pooled("pooling", how, pooled(how), arrival)
 
     async def _pooled(
         self,
         endpoint: str,
         how: EmbeddingBody,
         write: Write,
-        size: int,
-        caller: Caller,
-        now_ns: int,
+        arrival: Arrival,
     ) -> Response:
-        context, requests = await self.embedding_requests(endpoint, how, size, caller, now_ns)
+        context, requests = await self.embedding_requests(endpoint, how, arrival)
         return PooledAnswer(context, requests, how, write)
+
+
+def _how(
+    model: ServedModel,
+    body: PooledBody,
+    texts: Sequence[str | list[int]],
+    names: Sequence[str],
+) -> EmbeddingBody:
+    """Return the embeddings call for ``texts``, whose fields in errors are ``names``."""
+    most = body.most_tokens
+    encoded = [_tokens(model, text, name, most) for text, name in zip(texts, names, strict=True)]
+    more: dict[str, Any] = {}
+    if isinstance(body, PoolingBody):
+        more = {
+            "encoding_format": body.encoding_format,
+            "dimensions": body.dimensions,
+            "normalize": body.normalize,
+        }
+    # The texts are already validated.
+    return EmbeddingBody.model_construct(
+        model=body.model,
+        input=encoded,
+        pooling=body.pooling,
+        user=body.user,
+        priority=body.priority,
+        **more,
+    )
 
 
 def _tokens(

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -13,8 +14,8 @@ from baton.types.errors import InvalidRequestError, PromptTooLongError
 from router.frontend.access import tenant_of
 from router.frontend.api.answer import Answer
 from router.frontend.api.bodies.common import ModelBody
-from router.frontend.api.generation import Calls
-from router.frontend.api.parts import Endpoints, RouterParts, page_of
+from router.frontend.api.endpoints import Endpoints, page_of
+from router.frontend.api.generation import Arrival, Calls
 from router.frontend.api.prepare import Caller
 from router.frontend.api.responses.body import InputTokensBody, ResponsesBody, ResponsesItem
 from router.frontend.api.responses.format import ResponsesFormat
@@ -26,13 +27,14 @@ from router.frontend.api.tracing import ended_on_error
 from router.frontend.api.translation import Translation, as_answer
 from router.frontend.conversation import opening_of_turns
 from router.frontend.off_loop import off_loop
+from router.process import Process
 from router.request import GenerationRequest
 
 _PAGE = 20
 _MAX_PAGE = 100
 
 
-def routes(router: RouterParts) -> Endpoints:
+def routes(router: Process) -> Endpoints:
     """Return the endpoints of the Responses API."""
     api = Endpoints()
     calls = _ResponsesCalls(router)
@@ -75,11 +77,11 @@ def routes(router: RouterParts) -> Endpoints:
 
 
 class _ResponsesCalls(Calls):
-    def __init__(self, router: RouterParts) -> None:
+    def __init__(self, router: Process) -> None:
         super().__init__(router)
         limits = router.settings.clients.stored_responses
         self.store = ResponseStore(
-            router.stored_responses,
+            router.sources.responses,
             limits.max_response_bytes,
             router.metrics,
             router.settings.policies,
@@ -87,16 +89,18 @@ class _ResponsesCalls(Calls):
         # Running responses by tenant and id.
         self._open: WeakValueDictionary[tuple[str, str], ResponsesFormat] = WeakValueDictionary()
 
-    async def responses(
-        self, body: ResponsesBody, size: int, caller: Caller, now_ns: int
-    ) -> Response:
-        translation, given, size = await self._translated(body, size, caller)
-        prepared, span = await self._prepared(body, translation, size, caller, now_ns)
+    async def responses(self, body: ResponsesBody, arrival: Arrival) -> Response:
+        caller = arrival.caller
+        translation, given, arrival = await self._translated(body, arrival)
+        prepared, span = await self._prepared(body, translation, arrival)
         answer_id = f"resp_{secrets.token_hex(16)}"
         request = as_answer(prepared, answer_id=answer_id, most_tokens=body.max_output_tokens)
         if body.max_output_tokens is not None:
             span.set_attribute("gen_ai.request.max_tokens", body.max_output_tokens)
-        kept = await off_loop(size, lambda: kept_input(answer_id, given)) if body.keeps else []
+        size_bytes = arrival.size_bytes
+        kept = (
+            await off_loop(size_bytes, lambda: kept_input(answer_id, given)) if body.keeps else []
+        )
 
         policies = self._router.settings.policies
         deletion = policies.deletion_of(caller.tenant)
@@ -108,11 +112,11 @@ class _ResponsesCalls(Calls):
 
         with ended_on_error(span):
             head = head_of(body, answer_id, request)
-        tokenizer = self._router.model.tokenizer
+        tokenizer = arrival.lane.model.tokenizer
         forms = {tool.name: tool.form for tool in offered_tools(body.tools)}
         layout = ResponsesFormat(head, tokenizer, forms, keep if body.keeps else None)
         self._open[caller.tenant, answer_id] = layout
-        context = self.context("responses", answer_id, span)
+        context = self.context("responses", answer_id, arrival, span)
         return Answer(context, [request], layout, stream=bool(body.stream))
 
     async def conversation(self, body: ModelBody, caller: Caller) -> str:
@@ -124,13 +128,11 @@ class _ResponsesCalls(Calls):
         user = getattr(body, "user", None)
         return user or opening_of_turns([*earlier, *input_items(body)])
 
-    async def input_tokens(
-        self, body: InputTokensBody, size: int, caller: Caller, now_ns: int
-    ) -> Response:
-        translation, _, size = await self._translated(body, size, caller)
-        chat = await off_loop(size, translation.chat)
+    async def input_tokens(self, body: InputTokensBody, arrival: Arrival) -> Response:
+        translation, _, arrival = await self._translated(body, arrival)
+        chat = await off_loop(arrival.size_bytes, translation.chat)
         with translation.named():
-            count = await self.prompt_tokens("input_tokens", chat, size, caller, now_ns)
+            count = await self.prompt_tokens("input_tokens", chat, arrival)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
     async def found(self, request: Request, response_id: str) -> dict[str, Any]:
@@ -167,47 +169,49 @@ class _ResponsesCalls(Calls):
         return self._open.get((tenant, response_id))
 
     async def _translated(
-        self, body: InputTokensBody, size: int, caller: Caller
-    ) -> tuple[Translation, list[ResponsesItem], int]:
+        self, body: InputTokensBody, arrival: Arrival
+    ) -> tuple[Translation, list[ResponsesItem], Arrival]:
         """Return the chat of a body and earlier responses, the body's items, and bytes of all."""
+        caller = arrival.caller
         kept = EarlierResponses(self.store, caller.tenant, self._router.settings.max_body_bytes)
         earlier = await kept.conversation(body.previous_response_id)
         given = await kept.resolve(input_items(body))
-        size += kept.bytes_read
-        return (
-            await off_loop(size, lambda: chat_of(body, earlier, given, caller.ignored)),
-            given,
-            size,
+        arrival = replace(arrival, size_bytes=arrival.size_bytes + kept.bytes_read)
+        translation = await off_loop(
+            arrival.size_bytes, lambda: chat_of(body, earlier, given, caller.ignored)
         )
+        return translation, given, arrival
 
     async def _prepared(
-        self, body: ResponsesBody, translation: Translation, size: int, caller: Caller, now_ns: int
+        self, body: ResponsesBody, translation: Translation, arrival: Arrival
     ) -> tuple[GenerationRequest, Span]:
-        chat = await off_loop(size, translation.chat)
+        size_bytes = arrival.size_bytes
+        chat = await off_loop(size_bytes, translation.chat)
         with translation.named():
             try:
-                return await self.chat_request(chat, size, caller, now_ns)
+                return await self.chat_request(chat, arrival)
             except PromptTooLongError:
                 if body.truncation != "auto":
                     raise
-            shorter = await off_loop(size, lambda: self._truncated(translation, caller, now_ns))
-            return await self.chat_request(shorter.chat(), size, caller, now_ns)
+            shorter = await off_loop(size_bytes, lambda: _truncated(translation, arrival))
+            return await self.chat_request(shorter.chat(), arrival)
 
-    def _truncated(self, whole: Translation, caller: Caller, now_ns: int) -> Translation:
-        """Return the conversation without as many of the first turns as necessary."""
-        cuts = whole.turns()
-        fits = len(cuts) - 1
-        first = 0
-        while first < fits:  # the last turn is kept even if it does not fit
-            middle = (first + fits) // 2
-            try:
-                chat = whole.from_turn(cuts[middle]).chat()
-                self._router.preparer.chat(chat, caller, now_ns)
-            except PromptTooLongError:
-                first = middle + 1
-            else:
-                fits = middle
-        return whole.from_turn(cuts[fits])
+
+def _truncated(whole: Translation, arrival: Arrival) -> Translation:
+    """Return the conversation without as many of the first turns as necessary."""
+    preparer = arrival.preparer
+    cuts = whole.turns()
+    fits = len(cuts) - 1
+    first = 0
+    while first < fits:  # the last turn is kept even if it does not fit
+        middle = (first + fits) // 2
+        try:
+            preparer.chat(whole.from_turn(cuts[middle]).chat(), arrival.caller, arrival.at_ns)
+        except PromptTooLongError:
+            first = middle + 1
+        else:
+            fits = middle
+    return whole.from_turn(cuts[fits])
 
 
 def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from baton.tenants.deletions import MAX_TAGS, Deletion, Forgotten
 from baton.tenants.erasures import Erasures
 from baton.tenants.shared_limits import MAX_TENANTS, LimitsTable
 from baton.types.block_hashes import tag_of
-from router.frontend.api.parts import RouterParts
+from router.process import Process
 from router.tenants.limits_table import SyncedLimits
 
 LIMIT_S = 20.0
@@ -28,7 +28,7 @@ _ERRORS = {
 
 
 async def delete_tenant(
-    router: RouterParts, synced: SyncedLimits, erasures: Erasures, tenant: str
+    router: Process, synced: SyncedLimits, erasures: Erasures, tenant: str
 ) -> dict[str, Any]:
     """Delete a tenant's limits, data and KV, and return the receipt.
 
@@ -52,7 +52,7 @@ async def delete_tenant(
     workers = {
         slot.worker_id for slot in router.lanes.slots if slot.state not in ("dead", "parked")
     }
-    routers = router.gateway.shares.known_routers
+    routers = router.lanes.first.gateway.shares.known_routers
     left = [f"limits: they are in {source.file}"] if source is not None and in_file else []
     deleted: Counter[str] = Counter()
     reports = await _all_reports(erasures, deletion.id, workers, routers, left)
@@ -103,11 +103,11 @@ def _forgetting(before: Forgotten, tenant: str, deletion: Deletion, *, shared: b
     )
 
 
-async def _delete_responses(router: RouterParts, tenant: str, left: list[str]) -> int:
-    if router.stored_responses is None:
+async def _delete_responses(router: Process, tenant: str, left: list[str]) -> int:
+    if router.sources.responses is None:
         return 0
     try:
-        return await router.stored_responses.delete_all(tenant)
+        return await router.sources.responses.delete_all(tenant)
     except RegistryUnavailableError:
         left.append("stored responses: Redis does not answer; repeat the command")
         return 0
@@ -134,7 +134,7 @@ async def _all_reports(
         await asyncio.sleep(_POLL_S)
 
 
-def _keys_of(router: RouterParts, tenant: str) -> int:
+def _keys_of(router: Process, tenant: str) -> int:
     settings = router.settings
     now_ms = time.time_ns() // 1_000_000
     issued = settings.issued_keys

@@ -14,8 +14,8 @@ from baton.text.answer_check import Match
 from baton.types.errors import BatonError, UnavailableError
 from baton.types.gates import GoldenPrompt, GoldenRound
 from baton.types.params import SamplingParams
-from router.frontend.api.parts import RouterParts
 from router.lanes.golden import GoldenAnswer, difference
+from router.process import Process
 from router.request import GenerationRequest, Pinned
 from router.routing.requests.readiness import FIRST, probed, usable_pairs
 from router.served_model import ServedModel
@@ -25,7 +25,7 @@ _TIMEOUT_S = 10.0
 _SCOPE = "golden"  # of their cached prefixes, which no tenant shares
 
 
-def golden_of(router: RouterParts, model: str) -> tuple[GoldenPrompt, ...]:
+def golden_of(router: Process, model: str) -> tuple[GoldenPrompt, ...]:
     """Return the golden prompts of a model: those of ``baton models gate``, or of the fleet file.
 
     An adapter has those of ``baton models gate`` only, because its answers are not the model's.
@@ -51,7 +51,7 @@ class _Checked(NamedTuple):
 class GoldenRunner:
     """Runs golden prompts at one router."""
 
-    def __init__(self, router: RouterParts) -> None:
+    def __init__(self, router: Process) -> None:
         self._router = router
         self._rounds = 0
         self._known: dict[tuple[str, str, bytes], GoldenAnswer] = {}

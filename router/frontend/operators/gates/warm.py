@@ -6,7 +6,7 @@ from time import monotonic_ns
 
 from baton.types.errors import BatonError, UnavailableError
 from baton.types.params import AdapterRef, SamplingParams
-from router.frontend.api.parts import RouterParts
+from router.lane import Lane
 from router.request import GenerationRequest, Pinned
 from router.routing.requests.readiness import FIRST, probed, usable_pairs
 
@@ -16,7 +16,7 @@ _TOKENS = 2  # prefill samples the first; the second proves the decode worker
 _TIMEOUT_S = 30.0
 
 
-async def warm(lane: RouterParts, name: str) -> None:
+async def warm(lane: Lane, name: str) -> None:
     """Let each ready worker of a lane run a short request with an adapter, which loads it.
 
     Nothing happens if the name is that of the lane's model.
@@ -34,9 +34,7 @@ async def warm(lane: RouterParts, name: str) -> None:
     await asyncio.gather(*(_load(lane, adapter, pair, gate) for pair in pairs))
 
 
-async def _load(
-    lane: RouterParts, adapter: AdapterRef, pair: Pinned, gate: asyncio.Semaphore
-) -> None:
+async def _load(lane: Lane, adapter: AdapterRef, pair: Pinned, gate: asyncio.Semaphore) -> None:
     async with gate:
         now_ns = monotonic_ns()
         request = GenerationRequest(

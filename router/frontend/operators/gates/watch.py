@@ -9,10 +9,10 @@ from baton.registry.redis_store import RegistryUnavailableError
 from baton.types.errors import ModelNotFoundError
 from baton.types.routes import NameRoute
 from baton.types.versioned import TableChangeError
-from router.frontend.api.parts import RouterParts
 from router.frontend.operators.gates.golden import GoldenRunner, golden_of
 from router.lanes.gate import Gate
 from router.lanes.routes import route_entry, thrown_out
+from router.process import Process
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class GateWatch:
     canary for itself, and for all routers when Redis answers.
     """
 
-    def __init__(self, router: RouterParts, shared: SharedGates) -> None:
+    def __init__(self, router: Process, shared: SharedGates) -> None:
         self._router = router
         self._shared = shared
         self._golden = GoldenRunner(router)
@@ -60,7 +60,7 @@ class GateWatch:
     async def _exchange(self, gate: Gate) -> None:
         number, fresh = gate.take()
         since_ms = gate.entry.since_ms
-        router_id = self._router.gateway.router_id
+        router_id = self._router.router_id
         try:
             sums = await self._shared.exchange(router_id, gate.name, since_ms, fresh, number)
         except RegistryUnavailableError:  # the registry counts it
@@ -135,7 +135,7 @@ class GateWatch:
             await self._router.audit.record(
                 "models rollback",
                 name,
-                who=f"router {self._router.gateway.router_id}",
+                who=f"router {self._router.router_id}",
                 before=route_entry(before.names.get(name)),
                 after=route_entry(after.names.get(name)),
             )

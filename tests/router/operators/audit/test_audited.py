@@ -31,10 +31,10 @@ async def fleet(make_fleet, registry, tmp_path, monkeypatch):
     return await make_fleet(
         {},
         api_keys={"key-of-team": ApiKeyConfig(tenant="team")},
-        shared_keys=SharedKeys(registry),
-        shared_limits=SharedLimits(registry),
+        keys=SharedKeys(registry),
+        limits=SharedLimits(registry),
         erasures=Erasures(registry),
-        fleet_orders=Orders(registry),
+        commands=Orders(registry),
         audit=AuditLog(AuditInbox(registry), tmp_path / "audit.jsonl"),
     )
 

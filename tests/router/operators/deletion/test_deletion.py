@@ -41,9 +41,9 @@ def start(make_fleet, registry, tmp_path, monkeypatch):
         settings = {"api_keys": KEYS, "state_dir": str(tmp_path / folder), **more}
         return await make_fleet(
             {"decode-0": settings.pop("script", Script(step_s=0.001))},
-            stored_responses=StoredResponses(registry, LIMITS),
-            shared_limits=SharedLimits(registry),
-            shared_quotas=SharedQuotas(registry),
+            responses=StoredResponses(registry, LIMITS),
+            limits=SharedLimits(registry),
+            quotas=SharedQuotas(registry),
             erasures=Erasures(registry),
             policies=TenantPolicies(),
             **settings,
@@ -88,7 +88,7 @@ async def test_responses_and_limits_go_and_the_receipt_names_each_part(start, re
     worker = asyncio.create_task(confirm(registry, "decode-0", {"pool": 3, "disk": 2}))
     receipt = await delete(fleet)
     await worker
-    router = f"router {fleet.router.gateway.router_id}"
+    router = f"router {fleet.lane.gateway.router_id}"
     assert receipt["deleted"] == {
         "responses": 4,
         "files": 0,

@@ -35,8 +35,8 @@ async def fleet(make_fleet, registry, tmp_path):
         api_keys=KEYS,
         state_dir=str(tmp_path),
         logs=LogsConfig(format="json", requests=True),
-        stored_responses=StoredResponses(registry, LIMITS),
-        shared_limits=SharedLimits(registry),
+        responses=StoredResponses(registry, LIMITS),
+        limits=SharedLimits(registry),
     )
 
 

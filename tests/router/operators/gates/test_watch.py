@@ -37,8 +37,8 @@ async def make_router(two_lanes, registry, tmp_path):
     async def make() -> TwoLanes:
         return await two_lanes(
             Script(),
-            shared_routes=SharedRoutes(registry),
-            shared_gates=SharedGates(registry),
+            routes=SharedRoutes(registry),
+            gates=SharedGates(registry),
             audit=AuditLog(AuditInbox(registry), tmp_path / "audit.jsonl"),
         )
 
@@ -112,7 +112,7 @@ async def test_a_wrong_answer_in_traffic_takes_the_canary_out_of_every_router(
     entries = list(map(json.loads, (tmp_path / "audit.jsonl").read_text().splitlines()))
     [entry] = [one for one in entries if one["verb"] == "models rollback"]
     assert (entry["what"], entry["after"]["reason"]) == ("smollm2", reason)
-    assert entry["who"] == f"router {lanes.fleet.router.gateway.router_id}"
+    assert entry["who"] == f"router {lanes.fleet.lane.gateway.router_id}"
     await follower.close()
 
 
@@ -167,7 +167,7 @@ class Forgetful(SharedGates):
 
 async def test_no_evidence_is_lost_while_redis_does_not_answer(two_lanes, registry) -> None:
     shared = Forgetful(registry)
-    lanes = await two_lanes(Script(), shared_routes=SharedRoutes(registry), shared_gates=shared)
+    lanes = await two_lanes(Script(), routes=SharedRoutes(registry), gates=shared)
     await change(lanes, "canary", "smollm2", model=OTHER, share=1.0)
     gates = lanes.fleet.router.gates
     await until(lambda: gates.get("smollm2"), 2.0)
@@ -262,7 +262,7 @@ async def test_tokens_equal_those_of_another_model(lanes: TwoLanes) -> None:
     found = (await change(lanes, "gate", OTHER)).json()["golden"]
     assert found["wrong"] == {"same": f"token 2 is 7 instead of {RIGHT[2]}"}
     await lanes.first.stop()
-    await until(lambda: not lanes.fleet.router.gateway.workers.usable)
+    await until(lambda: not lanes.fleet.lane.gateway.workers.usable)
     lanes.second.script.answer = None
     again = [{**golden[0], "name": "again"}]
     found = (await change(lanes, "gate", OTHER, golden=again)).json()["golden"]

@@ -1,0 +1,109 @@
+"""One model in a router's process, with its own workers and queue."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+from baton.telemetry.metrics import Metrics
+from baton.telemetry.tasks import BackgroundTasks
+from baton.types.lanes import split_version
+from router.routing.checks.grammars import GrammarChecker
+from router.routing.peers.share_feed import ShareFeed
+from router.routing.placement.index_feed import IndexFeeder
+from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.placement.worker_load import fitted_rates
+from router.routing.reports.worker_cells import WorkerCells
+from router.routing.requests.gateway import Gateway
+from router.routing.requests.observer import Observer
+from router.routing.requests.readiness import Prober
+from router.routing.requests.tickets import TicketFeed
+from router.served_model import ServedModel
+from router.settings import RouterSettings
+from router.sources import LaneSources
+
+
+class Lane:
+    """A model, its workers and requests, and the tasks that keep its tables current.
+
+    Attributes:
+        created: Start of the lane in Unix seconds.
+
+    Args:
+        observer: Observer of the process, with whose gauges those of the lane are added up.
+        tasks: Tasks of the process.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        model: ServedModel,
+        sources: LaneSources,
+        observer: Observer,
+        tasks: BackgroundTasks,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.sources = sources
+        self.created = int(time.time())
+        metrics = observer.metrics
+        _show(metrics, settings, model)
+        self.observer = Observer(metrics, observer)
+        self.prefix_index = PrefixIndex()
+        self.gateway = gateway = Gateway(
+            settings, model.tokenizer, sources.directory, self.prefix_index, self.observer
+        )
+        self.observer.fitted = lambda worker_id: fitted_rates(gateway.workers.get(worker_id))
+        self.worker_cells = WorkerCells(gateway.workers)
+        self.grammars = GrammarChecker(model.vocabulary, metrics)
+        self.prober = Prober(gateway, settings, tasks)
+        count_failure = observer.task_failed
+        self._tickets = TicketFeed(gateway.tickets, sources.tickets, count_failure)
+        self._shares = ShareFeed(
+            gateway.router_id,
+            gateway.admission,
+            gateway.shares,
+            gateway.pump,
+            gateway.work.demand,
+            sources.demands,
+            count_failure,
+            gateway.workers.last_turn,
+            self.observer.planned,
+        )
+        self._index = IndexFeeder(
+            self.prefix_index, sources.events, metrics, gateway.workers.resting.refreshed
+        )
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if the lane should have workers: an operator has not unloaded its model."""
+        return any(slot.is_kept for slot in self.gateway.workers)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the tasks within the context; end all requests afterwards."""
+        folder = self.settings.lane_dir
+        adapters = self.model.adapters
+        file = folder / "adapters.json" if folder else None
+        await adapters.start(self.sources.adapters, file, self.observer.task_failed)
+        self.gateway.start()
+        self._index.start()
+        self._tickets.start()
+        self._shares.start()
+        try:
+            yield
+        finally:
+            await self._tickets.close()
+            await self._shares.close()
+            await self._index.close()
+            await adapters.close()
+            await self.grammars.close()
+            await self.gateway.close()
+
+
+def _show(metrics: Metrics, settings: RouterSettings, model: ServedModel) -> None:
+    timing = settings.emulated
+    kind = settings.external or ("emulated" if timing else "real")
+    metrics.set("baton_engine_info", 1, engine=kind, timing=timing)
+    name = model.names[0]
+    number = str(split_version(name)[1])
+    metrics.set("baton_model_info", 1, model=name, version=model.version, number=number)
