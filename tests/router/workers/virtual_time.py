@@ -92,7 +92,7 @@ class TimedService(DecodeService):
 
     def __init__(self) -> None:
         engine = SimpleNamespace(
-            after_step=[], silent=False, has_canary=False, watch=lambda now_ns: None
+            after_step=[], silent=False, has_probe=False, watch=lambda now_ns: None
         )
         parts = SimpleNamespace(engine=engine, metrics=Mock(), count_task_failure=Mock())
         super().__init__(parts, common.Capabilities(wire=own_wire()), threads=1)
