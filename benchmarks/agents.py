@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.layouts import bench_fleet, llama_server, run_whole
 from benchmarks.llamacpp import Peer, PeerError, cache_folder
-from loadtest.client.records import RequestRecord, ServerOptions
+from loadtest.client.records import CallRecord, ServerOptions
 from loadtest.client.server import Server
 from loadtest.commands.loads import AgentSessions
 from loadtest.metrics.turns import turn_figures
@@ -130,7 +130,7 @@ def measure(column: Column, load: AgentSessions, seed: int, out: Path) -> Result
     return results
 
 
-def trace_of(records: Sequence[RequestRecord], shared_tokens: int) -> list[TraceRequest]:
+def trace_of(records: Sequence[CallRecord], shared_tokens: int) -> list[TraceRequest]:
     """Return requests as a trace: a prefix common to all, then the session's own tokens."""
     shared = shared_tokens // _BLOCK_TOKENS
     trace = []
@@ -144,7 +144,7 @@ def trace_of(records: Sequence[RequestRecord], shared_tokens: int) -> list[Trace
     return trace
 
 
-def simulated(records: Sequence[RequestRecord], shared_tokens: int) -> dict[str, dict[str, float]]:
+def simulated(records: Sequence[CallRecord], shared_tokens: int) -> dict[str, dict[str, float]]:
     """Return figures of the requests from turn 2 on, by policy, on a simulated 4 + 4."""
     trace = trace_of(records, shared_tokens)
     sent = sorted(records, key=lambda record: record.sent_s)

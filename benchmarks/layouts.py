@@ -38,7 +38,7 @@ from benchmarks.router.processes import free_port
 from loadtest.client.records import ServerOptions
 from loadtest.client.server import Server
 from loadtest.commands.running import ended_by_signals
-from loadtest.metrics.summary import Slo
+from loadtest.metrics.summary import LatencyGoals
 from loadtest.results.files import Results, write_results
 from loadtest.run import RunOptions, run_plan
 from loadtest.workloads.lengths import parse_lengths
@@ -48,7 +48,7 @@ from loadtest.workloads.synthetic import OpenLoop, open_loop_plan
 from loadtest.workloads.traces import read_trace
 
 TRACES = Path(__file__).parents[1] / "loadtest" / "traces"
-SLO = Slo(ttft_s=2.0, tpot_s=0.1)
+SLO = LatencyGoals(ttft_s=2.0, tpot_s=0.1)
 START_LIMIT_S = 180.0
 FIGURES: dict[str, Callable[[Results], float | None]] = {
     "TTFT p50 s": lambda run: _at(run, "ttft_s", "p50"),

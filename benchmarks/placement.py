@@ -32,7 +32,7 @@ from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.workers.link import WorkerLink
-from router.routing.workers.table import Slot
+from router.routing.workers.table import WorkerSlot
 from router.settings import RouterSettings
 
 PLACEMENT_BOUND_US = {50: 200.0, 500: 1000.0}
@@ -57,28 +57,28 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 class _Workers:
     """Implementation of ``router.routing.placement.placer.Workers``."""
 
-    def __init__(self, slots: list[Slot]) -> None:
+    def __init__(self, slots: list[WorkerSlot]) -> None:
         self._slots = slots
         self._of_name = {slot.worker_id: slot for slot in slots}
         self._news = set(self._of_name)
         for name, slot in self._of_name.items():
             slot.on_change = partial(self._news.add, name)
 
-    def get(self, worker_id: str) -> Slot | None:
+    def get(self, worker_id: str) -> WorkerSlot | None:
         return self._of_name.get(worker_id)
 
     def news(self) -> set[str]:
         return self._news
 
     @property
-    def usable(self) -> list[Slot]:
+    def usable(self) -> list[WorkerSlot]:
         return self._slots
 
-    def __iter__(self) -> Iterator[Slot]:
+    def __iter__(self) -> Iterator[WorkerSlot]:
         return iter(self._slots)
 
 
-def fleet(prefills: int, decodes: int, draw: random.Random) -> list[Slot]:
+def fleet(prefills: int, decodes: int, draw: random.Random) -> list[WorkerSlot]:
     """Return slots of workers that have reported."""
     names = [f"prefill-{i}" for i in range(prefills)] + [f"decode-{i}" for i in range(decodes)]
     return [_slot(name, _status(name, prefills, draw)) for name in names]
@@ -100,9 +100,9 @@ def _status(name: str, prefills: int, draw: random.Random) -> WorkerStatus:
     )
 
 
-def _slot(name: str, status: WorkerStatus) -> Slot:
+def _slot(name: str, status: WorkerStatus) -> WorkerSlot:
     role: Role = "prefill" if name.startswith("prefill") else "decode"
-    slot = Slot(WorkerRecord(worker_id=name, role=role, state="ready", epoch=1))
+    slot = WorkerSlot(WorkerRecord(worker_id=name, role=role, state="ready", epoch=1))
     link = WorkerLink(name, "", NoListener(), Hello())
     link.status = status
     link.incarnation = name.encode().rjust(16)
@@ -119,7 +119,7 @@ def _slot(name: str, status: WorkerStatus) -> Slot:
     return slot
 
 
-def placer_of(slots: list[Slot], book: LoadBook) -> Placer:
+def placer_of(slots: list[WorkerSlot], book: LoadBook) -> Placer:
     """Return a placer of these workers, with an empty index."""
     settings = RouterSettings(model=DEFAULT_MODEL, model_names=("bench",))
     return Placer(settings, _Workers(slots), PrefixIndex(), book)

@@ -28,7 +28,7 @@ _NEVER_NS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class CreditGrant:
     """Permission to request the first ``frames`` frames of a demand."""
 
     demand: int
@@ -202,7 +202,7 @@ class ReceiveCredit:
 
     # ---------------------------------------------------------------- decisions
 
-    def grants(self, now_ns: int, cpu_ns: int) -> list[Grant]:
+    def grants(self, now_ns: int, cpu_ns: int) -> list[CreditGrant]:
         """Return the demands that may start now. Call it after each event, and at `due_ns`."""
         self._save_up(now_ns)
         granted: dict[int, _Demand] = {}
@@ -224,7 +224,7 @@ class ReceiveCredit:
         for number, demand in granted.items():
             self._stop_waiting(number)  # the owner demands the rest anew
             self._flying[number] = demand
-        return [Grant(number, demand.frames) for number, demand in granted.items()]
+        return [CreditGrant(number, demand.frames) for number, demand in granted.items()]
 
     def due_ns(self, now_ns: int) -> int | None:
         """Return when the next frame may go, if it waits for CPU time only."""

@@ -85,7 +85,7 @@ class HandoffListener(Protocol):
         """Note that nothing writes into the pages any more, after ``cancel``."""
 
 
-class Handoff:
+class ReceivedHandoff:
     """Receiving side of one hand-off."""
 
     def __init__(
@@ -210,17 +210,17 @@ class Handoff:
     def _carry_out(self, action: receiver.Action) -> None:
         send = self._parts.engine.client.send
         match action:
-            case receiver.Open():
+            case receiver.OpenStream():
                 self._open_stream(action)
-            case receiver.Bind():
+            case receiver.BindPages():
                 send(messages.Bind(self._engine_id, action.generation))
             case receiver.Pull():
                 self._pull(action)
-            case receiver.Commit():
+            case receiver.CommitKv():
                 self._commit(action.generation)
-            case receiver.Load():
+            case receiver.LoadKv():
                 self._load(action.generation)
-            case receiver.Loaded():
+            case receiver.KvLoaded():
                 self._note_loaded()
             case receiver.CloseStream(release=True):
                 self._close_stream(pb.PrefillControl(release=pb.Release()))
@@ -232,7 +232,7 @@ class Handoff:
             case receiver.AskForPeer():
                 self._ask_for_peer(action)
             case receiver.Drained():
-                send(messages.Drained(self._engine_id, action.generation))
+                send(messages.PagesDrained(self._engine_id, action.generation))
             case receiver.TakeOver():
                 self._taken_over = True
                 send(messages.ComputeLocally(self._engine_id, self._first_ids()))
@@ -288,7 +288,7 @@ class Handoff:
             metrics.inc("baton_transfer_bytes", figures.payload_bytes, direction="received")
             metrics.observe("baton_transfer_seconds", figures.duration_ns / 1e9)
 
-    def _open_stream(self, opened: receiver.Open) -> None:
+    def _open_stream(self, opened: receiver.OpenStream) -> None:
         self._close_stream(None)
         start = prefill_start(
             self._submission,

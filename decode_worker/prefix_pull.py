@@ -24,7 +24,7 @@ from baton.types.errors import BatonError
 from baton.types.geometry import BLOCK_TOKENS
 from baton.wire.submission import prefix_request_id, submit_from_wire
 from baton.wire.tokens import TOKEN_BYTES, count_tokens, pack_tokens
-from decode_worker.handoff import FirstTokens, Handoff
+from decode_worker.handoff import FirstTokens, ReceivedHandoff
 from decode_worker.parts import WorkerParts
 
 _LOG = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class _Link:
         self._on_end = on_end
         of = f"d/{submission.request_id}/{submission.attempt}"
         self._engine_id = parts.engine.unused_name(of)
-        self._handoff = Handoff(submission, self._engine_id, parts, self)
+        self._handoff = ReceivedHandoff(submission, self._engine_id, parts, self)
         self._budget: asyncio.TimerHandle | None = None
         self._allowed_s = 0.0  # of the wait for credit, on top of the budget
         self._why_not = ""

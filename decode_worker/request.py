@@ -17,7 +17,7 @@ from baton.types.params import SampledToken, finish_reason
 from baton.wire.codecs import error_from_wire, error_to_wire, sampling_from_wire
 from baton.wire.submission import replace_prefix, submit_from_wire
 from baton.wire.tokens import count_tokens, unpack_tokens
-from decode_worker.handoff import FirstTokens, Handoff
+from decode_worker.handoff import FirstTokens, ReceivedHandoff
 from decode_worker.parts import WorkerParts
 from decode_worker.prefix_pull import PrefixPull, PrefixPuller
 from decode_worker.session import RouterSession
@@ -57,10 +57,10 @@ class DecodeRequest:
         )
         self._span.set_attribute("baton.worker_id", parts.identity.worker_id)
         submission.traceparent = inject(self._span) or submission.traceparent
-        self._handoff: Handoff | None = None
+        self._handoff: ReceivedHandoff | None = None
         self._needed: pb.PrefillNeeded | None = None  # the last one sent
         if submission.HasField("prefill"):
-            self._handoff = Handoff(submission, self._engine_id, parts, self)
+            self._handoff = ReceivedHandoff(submission, self._engine_id, parts, self)
         self._prefix: PrefixPull | None = None  # delays the submission to the engine
         self._deadline: asyncio.TimerHandle | None = None
 

@@ -32,7 +32,7 @@ from baton.wire.compatibility import WIRE_MAX, WIRE_MIN
 from baton.wire.router_frames import scatter
 from decode_worker.parts import WorkerParts
 from decode_worker.request import DecodeRequest
-from decode_worker.session import Report, RouterSession, StepCounter
+from decode_worker.session import LoadReport, RouterSession, StepCounter
 from decode_worker.tombstones import Tombstones
 
 _LOG = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._tasks = BackgroundTasks("decode service", parts.count_task_failure)
         self.event_sequence = 0
         self._highest_ticket = 0
-        self._rest: Report | None = None  # the last report, if there was no work
+        self._rest: LoadReport | None = None  # the last report, if there was no work
         parts.engine.after_step.append(self._after_step)
 
     # ---------------------------------------------------------------- gRPC
@@ -254,7 +254,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     # ---------------------------------------------------------------- status
 
-    def _report(self) -> Report:
+    def _report(self) -> LoadReport:
         status = self.status()
         engine = self._parts.engine
         at_rest = not (engine.has_work or self.live_requests) and status.state == "ready"
@@ -263,7 +263,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         content = common_pb2.WorkerStatus()
         content.CopyFrom(status)
         content.load_age_ns = 0
-        report = Report(status=status, content=content.SerializeToString())
+        report = LoadReport(status=status, content=content.SerializeToString())
         self._rest = None
         if at_rest:
             for field in _MEASURED:

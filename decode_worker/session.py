@@ -22,7 +22,7 @@ BEAT_S = 0.9  # with work and no news; checked every 250 ms. Routers take 2 s of
 _RUN_TOKENS = 256  # per run of one choice: with log-probabilities some 100 KiB
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's load at one time.
 
     Attributes:
@@ -193,7 +193,7 @@ class RouterSession:
             self._frame.status.capabilities.CopyFrom(keep)
         self._dirty.set()
 
-    def report(self, report: Report, now_ns: int) -> None:
+    def report(self, report: LoadReport, now_ns: int) -> None:
         """Add the worker's load if it is news, or an empty frame if a heartbeat is due.
 
         Without work the only heartbeats are answers to frames of the router.

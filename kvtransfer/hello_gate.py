@@ -22,7 +22,7 @@ _SHORT_S = 0.1  # between two attempts to accept when descriptors or memory are 
 T = TypeVar("T")
 
 
-class Gate(Generic[T]):
+class HelloGate(Generic[T]):
     """Listener that authenticates its connections.
 
     Args:

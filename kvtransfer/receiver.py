@@ -49,7 +49,7 @@ _OPEN = (ReceiverState.OPENING, ReceiverState.PULLING, ReceiverState.LOADING)  #
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenStream:
     """Start (or resume) the stream to the prefill worker for this reservation."""
 
     generation: int
@@ -57,7 +57,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Bind:
+class BindPages:
     """Ask the engine for pages."""
 
     generation: int
@@ -72,21 +72,21 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommitKv:
     """Every byte is verified and in its page: decode."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadKv:
     """Send the engine the peer's parameters, with which it loads the KV by itself."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class KvLoaded:
     """Note that the engine has loaded the KV by itself, and decodes."""
 
 
@@ -121,7 +121,18 @@ class TakeOver:
     """Compute the prompt on this worker; nothing writes into the pages any more."""
 
 
-Action = Open | Bind | Pull | Commit | Load | Loaded | CloseStream | AskForPeer | Drained | TakeOver
+Action = (
+    OpenStream
+    | BindPages
+    | Pull
+    | CommitKv
+    | LoadKv
+    | KvLoaded
+    | CloseStream
+    | AskForPeer
+    | Drained
+    | TakeOver
+)
 
 
 @dataclass(slots=True)
@@ -184,7 +195,7 @@ class HandoffReceiver:
         if self.state is ReceiverState.NO_PEER:
             return []
         self.state = ReceiverState.OPENING
-        return [Open(generation, skip_blocks)]
+        return [OpenStream(generation, skip_blocks)]
 
     def accepted(self, resumed: bool, now_ns: int) -> list[Action]:
         """Start pulling: the peer has our request; unless ``resumed`` it starts from nothing."""
@@ -225,7 +236,7 @@ class HandoffReceiver:
             self._todo.extend(cut(piece, self.geometry, self.frame_bytes))
         if not self._bind_asked:
             self._bind_asked = True
-            return [Bind(self.generation)]
+            return [BindPages(self.generation)]
         return self._pulls()
 
     def bound(self, generation: int, blocks: tuple[int, ...]) -> list[Action]:
@@ -318,7 +329,7 @@ class HandoffReceiver:
         self._committed = True
         if not self._bind_asked:  # nothing travels: decode already has every block
             self._bind_asked = True
-            return [Bind(self.generation)]
+            return [BindPages(self.generation)]
         return self._finish()
 
     def handed_over(self) -> list[Action]:
@@ -327,14 +338,14 @@ class HandoffReceiver:
             return []
         self.state = ReceiverState.LOADING
         self._peer_gone = False
-        return [Load(self.generation)]
+        return [LoadKv(self.generation)]
 
     def loaded(self, generation: int) -> list[Action]:
         """End the transfer: the engine has loaded the KV by itself."""
         if self.state is not ReceiverState.LOADING or generation != self.generation:
             return []
         self.state = ReceiverState.COMMITTED
-        return [Loaded(), CloseStream(release=True)]
+        return [KvLoaded(), CloseStream(release=True)]
 
     def load_failed(self, generation: int, reason: str) -> list[Action]:
         """Give up a peer whose KV the engine could not load."""
@@ -356,7 +367,7 @@ class HandoffReceiver:
         if peer_gone or self._reopens > MAX_REOPENS:
             return self._give_up(reason, died=peer_gone)
         self.state = ReceiverState.OPENING
-        return [Open(self.generation, self.skip_blocks)]
+        return [OpenStream(self.generation, self.skip_blocks)]
 
     def prefill_failed(self, reason: str) -> list[Action]:
         """Give up a peer that refused or failed this request."""
@@ -371,7 +382,7 @@ class HandoffReceiver:
             return []
         self._restart(now_ns)
         self.state = ReceiverState.OPENING
-        return [Open(self.generation, self.skip_blocks)]
+        return [OpenStream(self.generation, self.skip_blocks)]
 
     def ask_again(self) -> list[Action]:
         """Request another peer again: the router may have missed the first request."""
@@ -464,7 +475,7 @@ class HandoffReceiver:
         if self.state is not ReceiverState.PULLING or not ready:
             return []
         self.state = ReceiverState.COMMITTED
-        return [Commit(self.generation), CloseStream(release=True)]
+        return [CommitKv(self.generation), CloseStream(release=True)]
 
     def _give_up(self, reason: str, died: bool) -> list[Action]:
         if self.state not in (ReceiverState.OPENING, ReceiverState.PULLING):

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from baton.telemetry.tasks import BackgroundTasks
 from kvtransfer.hello import check_same_user, prove_to_reader
-from kvtransfer.hello_gate import Gate
+from kvtransfer.hello_gate import HelloGate
 from kvtransfer.shared_memory import (
     ATTACH_S,
     GRANTED,
@@ -69,7 +69,7 @@ class SharedMemoryServer:
             reader, writer = await asyncio.open_connection(sock=link)
             await _Lender(self._side, source, reader, writer).run()
 
-        gate = Gate(listener, self._hello, serve, ATTACH_S, self._tasks)
+        gate = HelloGate(listener, self._hello, serve, ATTACH_S, self._tasks)
         self._tasks.keep(gate.run, "accept")
 
     async def close(self) -> None:

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from loadtest.client.processes import run_clients
-from loadtest.client.records import ClientReport, RequestRecord, ServerOptions
+from loadtest.client.records import CallRecord, ClientReport, ServerOptions
 from loadtest.client.server import Server
-from loadtest.metrics.summary import Slo, summarise
+from loadtest.metrics.summary import LatencyGoals, summarise
 from loadtest.results.files import Journal, Results
 from loadtest.workloads.plan import Plan
 
@@ -20,7 +20,7 @@ class RunOptions:
     """Options of a run."""
 
     server: ServerOptions
-    slo: Slo = field(default_factory=Slo)
+    slo: LatencyGoals = field(default_factory=LatencyGoals)
     clients: int = 1  # number of client processes
     warmup_s: float = 0.0  # seconds from the start that the figures exclude
     keep_answers: bool = False  # keep the texts of responses in the records
@@ -29,7 +29,7 @@ class RunOptions:
 
 @dataclass
 class _Progress:
-    records: list[RequestRecord]
+    records: list[CallRecord]
     clients: list[ClientReport]
     complete: bool = False
 
@@ -40,7 +40,7 @@ def run_plan(
     *,
     folder: Path | None = None,
     resume: bool = False,
-    on_record: Callable[[RequestRecord], None] = lambda _: None,
+    on_record: Callable[[CallRecord], None] = lambda _: None,
 ) -> Results:
     """Run a load test. SIGINT ends it early, with the records so far.
 
@@ -59,7 +59,7 @@ def run_plan(
     """
     server = options.server
     journal = None
-    kept: list[RequestRecord] = []
+    kept: list[CallRecord] = []
     if folder is not None:
         journal = Journal(folder, plan.digest(), f"{server.url} {server.model}")
         kept = journal.load() if resume else []
@@ -72,7 +72,7 @@ def run_plan(
     if journal is not None:
         journal.begin(kept)
 
-    def took(record: RequestRecord) -> None:
+    def took(record: CallRecord) -> None:
         progress.records.append(record)
         if journal is not None:
             journal.add(record)
@@ -92,7 +92,7 @@ def run_plan(
 
 
 async def _run_until_interrupted(
-    plan: Plan, options: RunOptions, took: Callable[[RequestRecord], None], progress: _Progress
+    plan: Plan, options: RunOptions, took: Callable[[CallRecord], None], progress: _Progress
 ) -> None:
     loop = asyncio.get_running_loop()
     interrupted = False

@@ -10,7 +10,7 @@ from baton.telemetry.metrics import Metrics
 from baton.wire.codecs import first_tokens_to_wire
 from kvtransfer import sender
 from kvtransfer.rank_pools import KvPools
-from prefill_worker.handoff import Handoff
+from prefill_worker.handoff import SentHandoff
 
 
 class Announcer:
@@ -21,16 +21,16 @@ class Announcer:
         self._heads = pool.geometry.num_kv_heads
         self._metrics = metrics
 
-    def admitted(self, handoff: Handoff, blocks: tuple[int, ...]) -> None:
+    def admitted(self, handoff: SentHandoff, blocks: tuple[int, ...]) -> None:
         """Note the pages of a hand-off."""
         handoff.machine.admitted(blocks)
 
-    def ended(self, handoff: Handoff) -> None:
+    def ended(self, handoff: SentHandoff) -> None:
         """Close a hand-off whose request the engine has ended."""
         handoff.ended = True
         handoff.machine.state = sender.SenderState.CLOSED  # frames being read are not sent
 
-    def perform(self, handoff: Handoff, actions: Iterable[sender.Action]) -> None:
+    def perform(self, handoff: SentHandoff, actions: Iterable[sender.Action]) -> None:
         """Perform the actions of a hand-off's machine, in order."""
         for action in actions:
             match action:
@@ -50,11 +50,11 @@ class Announcer:
                 case sender.GiveBack():
                     self._give_back(handoff, action)
 
-    def _announce(self, handoff: Handoff, action: sender.Announce) -> None:
+    def _announce(self, handoff: SentHandoff, action: sender.Announce) -> None:
         published = action.kv_slice.to_published(self._heads)
         handoff.send(pb.PrefillEvent(published=published))
 
-    def _give_back(self, handoff: Handoff, action: sender.GiveBack) -> None:
+    def _give_back(self, handoff: SentHandoff, action: sender.GiveBack) -> None:
         if action.overdue:
             self._metrics.inc("baton_loans_overdue", action.overdue)
         if handoff.prefix is not None:

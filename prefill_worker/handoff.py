@@ -10,7 +10,7 @@ from baton.types import events as ev
 from kvtransfer import sender
 
 
-class PrefixPull(Protocol):
+class CachePull(Protocol):
     """Blocks on their way from other workers' caches into this worker's."""
 
     def stop(self) -> None:
@@ -20,17 +20,17 @@ class PrefixPull(Protocol):
         """Cancel the timers: the worker ends."""
 
 
-class PrefixPuller(Protocol):
+class CachePuller(Protocol):
     """Brings blocks from other workers' caches."""
 
-    def begin(self, request: pb.PrefillStart, on_end: Callable[[int], None]) -> PrefixPull | None:
+    def begin(self, request: pb.PrefillStart, on_end: Callable[[int], None]) -> CachePull | None:
         """Pull what the request names; None if there is nothing to wait for.
 
         ``on_end`` is called once with the tokens that came, but never before this returns.
         """
 
 
-class Handoff:
+class SentHandoff:
     """Sending side of one prompt's KV: the machine, and the current stream to decode."""
 
     def __init__(self, engine_id: str, start: pb.PrefillStart, machine: sender.HandoffSender):
@@ -40,7 +40,7 @@ class Handoff:
         self.events: asyncio.Queue[pb.PrefillEvent] = asyncio.Queue()
         self.prompt_outputs = ev.PromptOutputsReady(engine_id)
         self.ended = False
-        self.prefix: PrefixPull | None = None  # delays its submission to the engine
+        self.prefix: CachePull | None = None  # delays its submission to the engine
 
     @property
     def is_open(self) -> bool:

@@ -39,7 +39,7 @@ from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
 from kvtransfer.rank_pools import KvPools
 from prefill_worker.announcer import Announcer
-from prefill_worker.handoff import Handoff, PrefixPuller
+from prefill_worker.handoff import CachePuller, SentHandoff
 
 _LOG = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         capabilities: common_pb2.Capabilities,
         metrics: Metrics,
         tracing: Tracing,
-        prefixes: PrefixPuller,
+        prefixes: CachePuller,
         tamperer: FrameTamperer | None,
         token: FleetToken,
         unsigned_pulls: bool,
@@ -91,8 +91,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         )
         """Source of the frames that decode workers pull by any transport."""
         self._announcer = Announcer(engine, pool, metrics)
-        self._handoffs: dict[Key, Handoff] = {}
-        self._replaced: list[Handoff] = []  # by one with their key, while they are being read
+        self._handoffs: dict[Key, SentHandoff] = {}
+        self._replaced: list[SentHandoff] = []  # by one with their key, while they are being read
         self._attempts: OrderedDict[str, int] = OrderedDict()
         self._tasks = BackgroundTasks(
             "prefill service", lambda name: metrics.inc("baton_task_failures", task=name)
@@ -141,7 +141,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     # ---------------------------------------------------------------- hand-offs
 
-    def _open(self, start: pb.PrefillStart) -> tuple[Handoff, bool]:
+    def _open(self, start: pb.PrefillStart) -> tuple[SentHandoff, bool]:
         """Return the hand-off of a stream, and whether it was open already."""
         key = (start.request_id, start.attempt, start.generation, start.decode_incarnation)
         existing = self._handoffs.get(key)
@@ -161,7 +161,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             parts=self._pool.parts,
         )
         engine_id = self._engine.unused_name(f"p/{start.request_id}/{start.attempt}")
-        handoff = Handoff(engine_id, start, machine)
+        handoff = SentHandoff(engine_id, start, machine)
         if existing is not None:
             self._replaced.append(existing)
         self._handoffs[key] = handoff
@@ -201,7 +201,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if start.attempt < self._attempts.get(start.request_id, 0):
             raise UnavailableError(f"attempt {start.attempt} is older than one already seen")
 
-    async def _control(self, controls: AsyncIterator[pb.PrefillControl], handoff: Handoff) -> None:
+    async def _control(
+        self, controls: AsyncIterator[pb.PrefillControl], handoff: SentHandoff
+    ) -> None:
         """Handle renewals and the end of a hand-off. A broken stream is not a cancel."""
         with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
             async for control in controls:
@@ -212,7 +214,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 elif control.HasField("cancel"):
                     self._announcer.perform(handoff, handoff.machine.cancel())
 
-    def _on_report(self, key: Key, handoff: Handoff, report: Any, *, span: Any) -> None:
+    def _on_report(self, key: Key, handoff: SentHandoff, report: Any, *, span: Any) -> None:
         match report:
             case ev.Admitted():
                 self._announcer.admitted(handoff, report.blocks)
@@ -253,7 +255,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         _LOG.warning("refused a pull of KV: request=%s reason=%s", request.request_id, why)
         return why
 
-    def _ended(self, key: Key, handoff: Handoff, report: ev.Ended) -> None:
+    def _ended(self, key: Key, handoff: SentHandoff, report: ev.Ended) -> None:
         if report.error_code and report.error_code != "cancelled":
             error = common_pb2.Error(code=report.error_code, message=report.error_message)
             handoff.events.put_nowait(pb.PrefillEvent(failed=error))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from baton.registry.admin_commands import Orders
+from baton.registry.admin_commands import AdminCommands
 from baton.registry.event_feed import EventFeed
 from baton.registry.gates import SharedGates
 from baton.registry.redis_store import Registry
@@ -97,7 +97,7 @@ class LaneSources:
     adapters: SharedAdapters | None = None
     tickets: TicketSource | None = None
     demands: DemandSource | None = None
-    commands: Orders | None = None
+    commands: AdminCommands | None = None
 
     @classmethod
     def of(cls, settings: RouterSettings, registry: Registry) -> Self:
@@ -112,5 +112,5 @@ class LaneSources:
             adapters=SharedAdapters(registry),
             tickets=registry,
             demands=RouterDemands(registry),
-            commands=Orders(registry),
+            commands=AdminCommands(registry),
         )

@@ -64,7 +64,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     max_streams: int = 1 << 30
 
 
-class Report(Protocol):
+class PlannerReport(Protocol):
     """Load report of a worker, as far as the planner reads it; ``WorkerStatus`` has all of it."""
 
     steps: int
@@ -77,7 +77,7 @@ class Report(Protocol):
     queued_prompt_tokens: int
 
 
-def state_of(worker_id: str, role: Role, report: Report, max_streams: int) -> WorkerState:
+def state_of(worker_id: str, role: Role, report: PlannerReport, max_streams: int) -> WorkerState:
     """Return the state of a worker from its last load report."""
     return WorkerState(
         worker_id=worker_id,

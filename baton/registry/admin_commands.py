@@ -18,7 +18,7 @@ _ANSWER_TTL_MS = 60_000
 _POLL_S = 0.05
 
 
-class Order(msgspec.Struct, frozen=True):
+class AdminCommand(msgspec.Struct, frozen=True):
     """Admin command for the controller; ``who`` and ``source`` are for the audit log."""
 
     token: str
@@ -29,14 +29,14 @@ class Order(msgspec.Struct, frozen=True):
     source: str = ""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class CommandReply(msgspec.Struct, frozen=True):
     """Reply of the controller; ``problem`` is empty if the command is accepted."""
 
     problem: str = ""
     data: Any = None
 
 
-class Orders:
+class AdminCommands:
     """Queue of admin commands, for operators and the controller.
 
     Every call may raise the registry's ``RegistryUnavailableError``.
@@ -53,13 +53,13 @@ class Orders:
         timeout_s: float = 5.0,
         who: str = "",
         source: str = "",
-    ) -> Answer | None:
+    ) -> CommandReply | None:
         """Send a command to the controller and return the reply, or None if there is none.
 
         ``fleet/pools/admin_commands.py`` lists the verbs. Without ids, all workers are meant.
         """
         registry = self._registry
-        order = Order(
+        order = AdminCommand(
             secrets.token_hex(8), verb, tuple(worker_ids), dict(arguments or {}), who, source
         )
         await registry.send(
@@ -71,24 +71,24 @@ class Orders:
             (raw,) = await registry.send(("GET", registry.key("answer", order.token)))
             if raw is not None:
                 try:
-                    return msgspec.msgpack.decode(raw, type=Answer)
+                    return msgspec.msgpack.decode(raw, type=CommandReply)
                 except msgspec.DecodeError as error:  # a controller of another version
-                    return Answer(f"the controller's reply cannot be read: {error}")
+                    return CommandReply(f"the controller's reply cannot be read: {error}")
             await asyncio.sleep(_POLL_S)
         return None
 
-    async def take(self) -> Order | None:
+    async def take(self) -> AdminCommand | None:
         """Take the oldest command, for the controller."""
         (raw,) = await self._registry.send(("RPOP", self._registry.key("orders")))
         if raw is None:
             return None
         try:
-            return msgspec.msgpack.decode(raw, type=Order)
+            return msgspec.msgpack.decode(raw, type=AdminCommand)
         except msgspec.DecodeError as error:
             self._registry.skip("orders", str(error))
             return None
 
-    async def answer(self, order: Order, answer: Answer) -> None:
+    async def answer(self, order: AdminCommand, answer: CommandReply) -> None:
         """Reply to a command."""
         key = self._registry.key("answer", order.token)
         raw = msgspec.msgpack.encode(answer)

@@ -33,7 +33,7 @@ class RouterDemand(msgspec.Struct, frozen=True, kw_only=True):
     work: WorkDemand = WorkDemand()
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the pools by the planner, whether it may act or not.
 
     ``load`` is that of the fuller role at the best split of the ready workers; from 1 on, no split
@@ -56,7 +56,7 @@ class RouterDemands:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self.plan = Plan()
+        self.plan = PlannedSizes()
 
     async def exchange(self, router_id: str, own: RouterDemand) -> dict[str, RouterDemand]:
         """Report the load of one router and return the loads of all others."""
@@ -71,18 +71,18 @@ class RouterDemands:
         names = self._registry.names_in(found)
         return self._readable({name: found[raw] for name, raw in names.items()}, router_id)
 
-    async def report_plan(self, plan: Plan) -> None:
+    async def report_plan(self, plan: PlannedSizes) -> None:
         """Report the result of the planner; it is valid for ten seconds."""
         raw = msgspec.msgpack.encode(plan)
         await self._registry.send(("SET", self._registry.key("plan"), raw, "PX", _PLAN_TTL_MS))
 
-    def _readable_plan(self, raw: bytes | None) -> Plan:
+    def _readable_plan(self, raw: bytes | None) -> PlannedSizes:
         if raw is not None:
             try:
-                return msgspec.msgpack.decode(raw, type=Plan)
+                return msgspec.msgpack.decode(raw, type=PlannedSizes)
             except msgspec.DecodeError as error:  # another version
                 self._registry.skip("plan", str(error))
-        return Plan()
+        return PlannedSizes()
 
     async def read(self) -> dict[str, RouterDemand]:
         """Return the loads of all routers, also of some that are gone."""

@@ -38,7 +38,7 @@ return 1
 """
 
 
-class Summary(NamedTuple):
+class KeysSummary(NamedTuple):
     """State of the table without its records. ``now_ms`` is the time of Redis' clock."""
 
     mark: bytes
@@ -66,13 +66,13 @@ class SharedKeys:
         self._log = registry.key("keys", "log")
         self._used = registry.key("keys", "used")
 
-    async def summary(self) -> Summary:
+    async def summary(self) -> KeysSummary:
         """Return the state of the table, which differs after each change and each loss."""
         mark, total, now = await self._registry.send(
             ("GET", self._mark), ("HLEN", self._table), ("TIME",)
         )
         seconds, micros = now
-        return Summary(mark or b"", int(total), int(seconds) * 1000 + int(micros) // 1000)
+        return KeysSummary(mark or b"", int(total), int(seconds) * 1000 + int(micros) // 1000)
 
     async def changed(self, since: bytes, until: bytes) -> set[str] | None:
         """Return the ids of the records that changed between two marks; None: unknown."""

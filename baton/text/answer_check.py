@@ -7,7 +7,7 @@ Therefore this process can open neither files nor sockets, and its memory and ti
 limit a check has no result. A check that the timer does not stop ends with the process, which the
 router kills (``router/routing/checks/answers.py``).
 
-Frames (``baton/text/confined.py``) on stdin are questions; each is answered by a `Finding`.
+Frames (``baton/text/confined.py``) on stdin are questions; each is answered by a `AnswerFinding`.
 """
 
 import json
@@ -61,7 +61,7 @@ class Redaction(msgspec.Struct, frozen=True, tag=True):
 Question = Conformance | Match | Redaction
 
 
-class Finding(msgspec.Struct, frozen=True):
+class AnswerFinding(msgspec.Struct, frozen=True):
     """Result of a check.
 
     Attributes:
@@ -77,14 +77,14 @@ class _OverTimeError(BaseException):
     """The check exceeds its time limit."""
 
 
-def answered(question: Question) -> Finding:
+def answered(question: Question) -> AnswerFinding:
     """Check an answer, without limits of time and memory."""
     if isinstance(question, Conformance):
-        return Finding(violations(question.schema, question.answer))
+        return AnswerFinding(violations(question.schema, question.answer))
     if isinstance(question, Match):
         problem = _problem(question)
-        return Finding([problem] if problem else [])
-    return Finding([_redacted(text, question.rules) for text in question.texts])
+        return AnswerFinding([problem] if problem else [])
+    return AnswerFinding([_redacted(text, question.rules) for text in question.texts])
 
 
 def violations(schema: str, answer: str) -> list[str]:
@@ -143,7 +143,7 @@ def _on_alarm(_: int, __: FrameType | None) -> None:
     raise _OverTimeError
 
 
-def _within_limits(question: Question) -> Finding:
+def _within_limits(question: Question) -> AnswerFinding:
     try:
         signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)
         try:
@@ -151,7 +151,7 @@ def _within_limits(question: Question) -> Finding:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except (_OverTimeError, Exception):  # noqa: BLE001 - odd schemas raise many types
-        return Finding(is_over=True)
+        return AnswerFinding(is_over=True)
 
 
 def main() -> None:
@@ -160,7 +160,7 @@ def main() -> None:
     signal.signal(signal.SIGALRM, _on_alarm)
     answered(Conformance('{"uniqueItems": true}', "[1, 1]"))  # imports all that checks need
     forbid_files()
-    write_frame(Finding())
+    write_frame(AnswerFinding())
     while body := read_frame():
         write_frame(_within_limits(msgspec.msgpack.decode(body, type=Question)))
 

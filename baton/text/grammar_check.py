@@ -7,7 +7,7 @@ The router kills this process after a timeout and treats its exit as a rejection
 compiles here with a quarter of the usual stack also compiles in an engine.
 
 Frames (``baton/text/confined.py``) on stdin are first a ``Vocabulary``, answered by an empty error
-once it is loaded, then one ``Question`` after the other, each answered by a ``Verdict``.
+once it is loaded, then one ``Question`` after the other, each answered by a ``TriedGrammar``.
 """
 
 import threading
@@ -29,7 +29,7 @@ class Question(msgspec.Struct, frozen=True):
     source: str
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class TriedGrammar(msgspec.Struct, frozen=True):
     """Grammar for the engines, or the reason for its rejection."""
 
     grammar: str = ""
@@ -40,19 +40,19 @@ def _serve() -> None:
     try:
         compiler = GrammarCompiler(msgspec.msgpack.decode(read_frame(), type=Vocabulary))
     except GrammarError as error:
-        write_frame(Verdict(error=error.message))
+        write_frame(TriedGrammar(error=error.message))
         return
     translate("json", ANY_OBJECT)  # imports all that grammars need
     forbid_files()
-    write_frame(Verdict())
+    write_frame(TriedGrammar())
     while body := read_frame():
         question = msgspec.msgpack.decode(body, type=Question)
         try:
             grammar = translate(question.kind, question.source)
             compiler.compile(grammar)
-            write_frame(Verdict(grammar=grammar))
+            write_frame(TriedGrammar(grammar=grammar))
         except GrammarError as error:
-            write_frame(Verdict(error=error.message))
+            write_frame(TriedGrammar(error=error.message))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.padding import Padding
 
 from baton.registry.redis_store import Registry, RegistryUnavailableError
-from baton.tenants.audit.chain import Head, verify
+from baton.tenants.audit.chain import ChainHead, verify
 from baton.tenants.audit.file import NAME
 from baton.tenants.audit.inbox import AuditInbox
 from fleet.cli.common import FleetOption, fail
@@ -72,13 +72,13 @@ def verify_(fleet: FleetOption = None) -> None:
     typer.echo(f"{path}: {verdict.lines} lines are valid{last}{note}")
 
 
-def _known_head(name: str) -> tuple[Head | None, str]:
+def _known_head(name: str) -> tuple[ChainHead | None, str]:
     """Return the head in Redis, and a note if there is none."""
     state = fleet_state.load(name)
     if state is None:
         return None, "; the end is not verified: the fleet is not running"
 
-    async def ask() -> Head | None:
+    async def ask() -> ChainHead | None:
         registry = Registry(state.redis_url, state.fleet)
         try:
             return await AuditInbox(registry).head()

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from baton.registry.admin_commands import Orders
+from baton.registry.admin_commands import AdminCommands
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from fleet.cli.common import known_fleet
 from fleet.local.redis_server import SERVER_PROGRAMS
@@ -42,7 +42,9 @@ def _redis_pid(state: FleetState) -> int | None:
 async def _order(state: FleetState, verb: str, arguments: Mapping[str, int]) -> str:
     registry = Registry(state.redis_url, state.fleet)
     try:
-        answer = await Orders(registry).ask(verb, arguments=arguments, timeout_s=_ANSWER_LIMIT_S)
+        answer = await AdminCommands(registry).ask(
+            verb, arguments=arguments, timeout_s=_ANSWER_LIMIT_S
+        )
     except RegistryUnavailableError as error:
         return str(error)
     finally:

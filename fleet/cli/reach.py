@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from baton.registry.admin_commands import Answer, Orders
+from baton.registry.admin_commands import AdminCommands, CommandReply
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from fleet.cli.common import RemoteFleet, bearer, fail, running_fleet
 from fleet.local.audited import operator_name
@@ -73,10 +73,10 @@ def order(
     if isinstance(place, RemoteFleet) or model is not None or _has_lanes(place):
         return _by_router(place, verb, list(workers), arguments, timeout_s, model)
 
-    async def ask() -> Answer | None:
+    async def ask() -> CommandReply | None:
         registry = Registry(place.redis_url, place.fleet)
         try:
-            return await Orders(registry).ask(
+            return await AdminCommands(registry).ask(
                 verb, workers, arguments, timeout_s, f"operator {operator_name()}", gethostname()
             )
         finally:

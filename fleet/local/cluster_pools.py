@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from baton.config.fleet_file import FleetConfig
-from baton.registry.admin_commands import Orders
+from baton.registry.admin_commands import AdminCommands
 from baton.registry.lease import LEASE_S, RENEW_EVERY_S, FleetLease, LeaseHolder
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.telemetry.alive_clock import ALIVE
@@ -198,8 +198,8 @@ class ClusterPools:
     def _specs(self) -> dict[str, ControllerSpec]:
         return specs_of(self._config, self._spec) if self._spec is not None else {}
 
-    def _orders(self, lane: str) -> Orders:
-        return Orders(self._connected().of_lane(lane))
+    def _orders(self, lane: str) -> AdminCommands:
+        return AdminCommands(self._connected().of_lane(lane))
 
     async def _stop_lanes(self, lanes: Iterable[str]) -> None:
         asked = [self._orders(lane).ask("stop", timeout_s=_STOP_LIMIT_S) for lane in lanes]

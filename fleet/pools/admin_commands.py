@@ -35,7 +35,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from baton.config.fleet_file import FleetConfig
 from baton.registry import wanted_sizes as wanted
-from baton.registry.admin_commands import Answer, Order
+from baton.registry.admin_commands import AdminCommand, CommandReply
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.router_demands import RouterDemands
 from baton.registry.types import Role
@@ -58,7 +58,7 @@ _LOG = logging.getLogger("fleet.pools.admin_commands")
 
 
 @dataclass(frozen=True, slots=True)
-class OrderDesk:
+class CommandDesk:
     """Executes admin commands; ``apply`` executes the actions of the state machine."""
 
     config: FleetConfig
@@ -70,18 +70,18 @@ class OrderDesk:
     log_dir: str
     planning: RolePlanning
 
-    async def execute(self, order: Order) -> Answer:
+    async def execute(self, order: AdminCommand) -> CommandReply:
         """Execute a command; the answer has the problem if it is rejected."""
         if order.verb == "ping":
-            return Answer()
+            return CommandReply()
         if order.verb == "slots":
-            return Answer(data=self.slots())
+            return CommandReply(data=self.slots())
         if order.verb == "nodes":
-            return Answer(data=await self._nodes())
+            return CommandReply(data=await self._nodes())
         if order.verb == "logs":
             return await self._logs(order)
         if order.verb == "plan":
-            return Answer(data=self.planning.describe())
+            return CommandReply(data=self.planning.describe())
         if order.verb == "scale" and set(order.arguments) == {"roles"}:
             return self._set_planning(order.arguments["roles"])
         if order.verb == "scale":
@@ -127,17 +127,19 @@ class OrderDesk:
             "roles": "auto" if self.planning.auto else "hold",
         }
 
-    def _about_workers(self, order: Order) -> Answer:
+    def _about_workers(self, order: AdminCommand) -> CommandReply:
         names = list(order.worker_ids) or list(self.machine.slots)
         unknown = [name for name in names if name not in self.machine.slots]
         if unknown:
             there = list(self.machine.slots)
-            return Answer(f"no such worker: {', '.join(unknown)} (workers: {', '.join(there)})")
+            return CommandReply(
+                f"no such worker: {', '.join(unknown)} (workers: {', '.join(there)})"
+            )
         now_ns = self.now_ns()
         move = bool(order.arguments.get("move"))
         if order.verb == "drain":
             if not order.worker_ids:
-                return Answer(f"drain needs worker ids (workers: {', '.join(names)})")
+                return CommandReply(f"drain needs worker ids (workers: {', '.join(names)})")
             for name in names:
                 self.apply(self.machine.drain(name, now_ns))
         elif order.verb in ("restart", "roll"):
@@ -146,39 +148,39 @@ class OrderDesk:
             in_use = set(self.machine.slots) - set(self.machine.drained_workers)
             if rolling and len(in_use) == 1 and in_use <= set(names):
                 (alone,) = in_use
-                return Answer(
+                return CommandReply(
                     f"{alone} is the only worker in use: a rolling restart would leave none ready. "
                     "Restart a drained worker first, or use `baton restart`"
                 )
             actions = self.machine.restart(names, now_ns, rolling=rolling, move=move, revive=named)
             self.apply(actions)
         else:
-            return Answer(f"unknown command {order.verb}")
-        return Answer()
+            return CommandReply(f"unknown command {order.verb}")
+        return CommandReply()
 
-    async def _scale(self, arguments: Mapping[str, Any]) -> Answer:
+    async def _scale(self, arguments: Mapping[str, Any]) -> CommandReply:
         wanted: dict[str, int] = {str(r): n for r, n in self.machine.wanted.items()}
         for role, size in arguments.items():
             if role not in ("prefill", "decode") or not isinstance(size, int) or size < 0:
-                return Answer(f"cannot scale {role} to {size}: use prefill=N or decode=N")
+                return CommandReply(f"cannot scale {role} to {size}: use prefill=N or decode=N")
             wanted[role] = size
         nodes = await self.placements.nodes()
         if why := self._why_not_sizes(wanted, nodes):
-            return Answer(why)
+            return CommandReply(why)
         turns = self._resize(sizes_in(wanted), nodes)
-        return Answer(data=await self._turned(turns) if turns else None)
+        return CommandReply(data=await self._turned(turns) if turns else None)
 
-    async def _load(self, *, load: bool) -> Answer:
+    async def _load(self, *, load: bool) -> CommandReply:
         nodes = await self.placements.nodes()
         sizes = sizes_in(self.config.pools.start_sizes if load else {})
         if load and (why := self._why_not_sizes({str(r): n for r, n in sizes.items()}, nodes)):
-            return Answer(why)
+            return CommandReply(why)
         # The planner must not start workers of an unloaded model.
         self.planning.auto = (
             load and self.planning.possible and self.config.pools.bounds is not None
         )
         self._resize(sizes, nodes)
-        return Answer()
+        return CommandReply()
 
     async def resize(self, sizes: Mapping[Role, int]) -> str:
         """Change the pool sizes; return why that is not possible, or ""."""
@@ -253,13 +255,13 @@ class OrderDesk:
         outside = set(self.placements.addresses_of(worker_id)) - there
         return f"no {role} worker may be on {', '.join(sorted(outside))}" if outside else ""
 
-    def _set_planning(self, mode: object) -> Answer:
+    def _set_planning(self, mode: object) -> CommandReply:
         if mode not in ("auto", "hold"):
-            return Answer(f"roles cannot be {mode!r}: use auto or hold")
+            return CommandReply(f"roles cannot be {mode!r}: use auto or hold")
         if mode == "auto" and not self.planning.possible:
-            return Answer(NO_LIMITS)
+            return CommandReply(NO_LIMITS)
         self.planning.auto = mode == "auto"
-        return Answer()
+        return CommandReply()
 
     async def _turned(self, turns: Sequence[ChangeRole]) -> dict[str, Any]:
         """Return the workers that turned, once all live routers place by their new roles."""
@@ -274,24 +276,24 @@ class OrderDesk:
             "routers_behind": behind,
         }
 
-    async def _close(self, name: str, close: bool) -> Answer:
+    async def _close(self, name: str, close: bool) -> CommandReply:
         nodes = await self.placements.nodes()
         closed = self.placements.closed
         found = next((n for n in nodes if name in (n.name, n.address, n.id)), None)
         if found is None and (close or name not in closed):  # a lost node can be opened
             there = ", ".join(f"{n.name} ({n.address})" for n in nodes)
-            return Answer(f"no such node: {name} (nodes: {there})")
+            return CommandReply(f"no such node: {name} (nodes: {there})")
         address = found.address if found is not None else name
         if not close:
             closed.discard(address)
-            return Answer()
+            return CommandReply()
         pools = self.config.pools.model_copy(
             update={str(r): n for r, n in self.machine.wanted.items()}
         )
         try:
             check_nodes(self.config.model_copy(update={"pools": pools}), nodes, {*closed, address})
         except CapacityError as error:
-            return Answer(f"without {name} the fleet does not fit: {error}")
+            return CommandReply(f"without {name} the fleet does not fit: {error}")
         closed.add(address)
         moving = [w for w in self.machine.slots if address in self.placements.addresses_of(w)]
         if moving:
@@ -299,7 +301,7 @@ class OrderDesk:
                 moving, self.now_ns(), rolling=True, move=True, revive=False
             )
             self.apply(actions)
-        return Answer(data=moving)
+        return CommandReply(data=moving)
 
     async def _nodes(self) -> list[dict[str, Any]]:
         nodes = await self.placements.nodes()
@@ -323,14 +325,14 @@ class OrderDesk:
             for node in nodes
         ]
 
-    async def _logs(self, order: Order) -> Answer:
+    async def _logs(self, order: AdminCommand) -> CommandReply:
         lines = int(order.arguments.get("lines", 50))
         name = order.worker_ids[0] if order.worker_ids else ""
         if not 0 < lines <= MAX_LINES or not all(c.isalnum() or c == "-" for c in name):
-            return Answer(f"logs needs a process such as worker-0 and 1 to {MAX_LINES} lines")
+            return CommandReply(f"logs needs a process such as worker-0 and 1 to {MAX_LINES} lines")
         nodes = await self.placements.nodes()
         texts = await asyncio.gather(*(self._read(node, name, lines) for node in nodes))
-        return Answer(data={n.name: text for n, text in zip(nodes, texts, strict=True)})
+        return CommandReply(data={n.name: text for n, text in zip(nodes, texts, strict=True)})
 
     async def _read(self, node: Node, name: str, lines: int) -> dict[str, str]:
         there = NodeAffinitySchedulingStrategy(node.id, soft=False)

@@ -4,14 +4,18 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from baton.registry.admin_commands import Answer, Order
+from baton.registry.admin_commands import AdminCommand, CommandReply
 from baton.tenants.audit.log import AuditLog
 
 _READING = frozenset(("ping", "slots", "nodes", "logs", "plan"))
 
 
 async def audit_order(
-    log: AuditLog, order: Order, answer: Answer, before: Mapping[str, Any], after: Mapping[str, Any]
+    log: AuditLog,
+    order: AdminCommand,
+    answer: CommandReply,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
 ) -> None:
     """Write an entry about a command, unless it only reads.
 

@@ -15,7 +15,7 @@ LeavingOrder = Callable[[str], tuple[int, ...]]
 _ROLES: tuple[Role, ...] = get_args(Role)
 
 
-class Member(Protocol):
+class PoolMember(Protocol):
     """Slot of a fleet, as far as the sizes depend on it."""
 
     @property
@@ -75,7 +75,7 @@ def same(worker_id: str) -> tuple[int, ...]:
 
 
 def balance(
-    members: Iterable[Member],
+    members: Iterable[PoolMember],
     sizes: Mapping[Role, int],
     may_turn: MayTurn = always,
     leaving_order: LeavingOrder = same,

@@ -20,7 +20,7 @@ from baton.planner.planner import Planner, best_split
 from baton.planner.sizes import SizePlanner
 from baton.planner.state import Decision, Nothing, Resize, RoleChange, WorkerState
 from baton.registry.redis_store import RegistryUnavailableError
-from baton.registry.router_demands import Plan, RouterDemand, RouterDemands
+from baton.registry.router_demands import PlannedSizes, RouterDemand, RouterDemands
 from baton.registry.types import Role
 from baton.types.slo import Slo
 
@@ -33,7 +33,7 @@ _KEPT = 200  # decisions
 NO_LIMITS = "the fleet file has no `slo`: the planner needs its limits"
 
 
-class Decided(msgspec.Struct, frozen=True, kw_only=True):
+class AppliedDecision(msgspec.Struct, frozen=True, kw_only=True):
     """A decision, and what became of it."""
 
     at: float  # Unix time
@@ -77,7 +77,7 @@ class RolePlanning:
         self._turn = turn
         self._resize = resize
         self._beats: dict[str, int] = {}
-        self._decided: deque[Decided] = deque(maxlen=_KEPT)
+        self._decided: deque[AppliedDecision] = deque(maxlen=_KEPT)
 
     @property
     def possible(self) -> bool:
@@ -116,9 +116,9 @@ class RolePlanning:
         if acts:
             refused = await self._apply(decision)
         done = acts and not refused
-        self._keep(Decided(at=time.time(), decision=decision, done=done, refused=refused))
+        self._keep(AppliedDecision(at=time.time(), decision=decision, done=done, refused=refused))
 
-    async def _report(self, plan: Plan) -> None:
+    async def _report(self, plan: PlannedSizes) -> None:
         """Report to the routers, which serve the fleet's metrics."""
         with contextlib.suppress(RegistryUnavailableError):
             await self._demands.report_plan(plan)
@@ -146,7 +146,7 @@ class RolePlanning:
         self._beats = {name: demand.beat for name, demand in found.items()}
         return {name: one for name, one in found.items() if before.get(name, -1) != one.beat}
 
-    def _keep(self, decided: Decided) -> None:
+    def _keep(self, decided: AppliedDecision) -> None:
         """Keep a decision; one that repeats the last replaces it, since its figures are newer."""
         last = self._decided[-1].decision if self._decided else None
         decision = decided.decision
@@ -156,7 +156,7 @@ class RolePlanning:
         self._decided.append(decided)
 
 
-def plan_of(decision: Decision, sizes: Mapping[Role, int]) -> Plan:
+def plan_of(decision: Decision, sizes: Mapping[Role, int]) -> PlannedSizes:
     """Return the sizes that a decision leads to from these, and the load at the best split."""
     wanted = dict(sizes)
     match decision:
@@ -168,7 +168,7 @@ def plan_of(decision: Decision, sizes: Mapping[Role, int]) -> Plan:
             wanted[other] = wanted.get(other, 0) - 1
     figures = decision.figures
     judged = figures is not None and figures.prefill + figures.decode >= 2
-    return Plan(
+    return PlannedSizes(
         prefill=wanted.get("prefill", 0),
         decode=wanted.get("decode", 0),
         load=best_split(figures)[1] if figures is not None and judged else 0.0,

@@ -23,7 +23,7 @@ from baton.config.fleet_file import FleetConfig
 from baton.planner.sizes import SizePlanner
 from baton.planner.state import WorkerState
 from baton.registry import wanted_sizes as wanted
-from baton.registry.admin_commands import Answer, Order, Orders
+from baton.registry.admin_commands import AdminCommand, AdminCommands, CommandReply
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.router_demands import RouterDemands
 from baton.registry.types import Role, WorkerRecord
@@ -31,7 +31,7 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.tenants.audit.inbox import AuditInbox
 from baton.tenants.audit.log import AuditLog
 from baton.types.lanes import worker_prefix
-from fleet.pools.admin_commands import OrderDesk, WantedState, sizes_in
+from fleet.pools.admin_commands import CommandDesk, WantedState, sizes_in
 from fleet.pools.audited_commands import audit_order
 from fleet.pools.controller import START_LIMIT_NS, FleetController
 from fleet.pools.liveness import FROZEN_AFTER_S, Life, ShellProcess, end_actor, process_of
@@ -75,7 +75,7 @@ class ControllerActor:
         name = f"{worker_prefix(self._config.fleet)}controller.log"
         log_to(Path(self._spec.log_dir) / name, self._config.logs.format, fleet=self._config.fleet)
         self._registry = Registry(self._spec.redis_url, self._config.fleet)
-        self._orders = Orders(self._registry)
+        self._orders = AdminCommands(self._registry)
         self._audit = AuditLog(AuditInbox(self._registry.of_whole_fleet()))
         self._tasks = BackgroundTasks("controller")
         # Without a host, workers bind their node's own address: they are on a cluster.
@@ -465,7 +465,7 @@ class ControllerActor:
             first = sizes_in(self._config.pools.start_sizes)
             after_ns = self._spec.scale_in_after_ns
             size_planner = SizePlanner(*bounds, first, slo.ttft_s, after_ns)
-        self._desk = OrderDesk(
+        self._desk = CommandDesk(
             self._config,
             self._machine,
             self._placements,
@@ -566,16 +566,16 @@ class ControllerActor:
             else:
                 self._tasks.spawn(self._execute(order), "order")
 
-    async def _execute(self, order: Order) -> None:
+    async def _execute(self, order: AdminCommand) -> None:
         before = self._desk.requested()
         try:
             await self._read_wanted_late()
             if order.verb == "stop":
-                answer = Answer(data=await self.stop())
+                answer = CommandReply(data=await self.stop())
             else:
                 answer = await self._desk.execute(order)
         except (RayError, RuntimeError, ValueError, TypeError) as error:
-            answer = Answer(f"{order.verb} failed: {error}")
+            answer = CommandReply(f"{order.verb} failed: {error}")
         await audit_order(self._audit, order, answer, before, self._desk.requested())
         with contextlib.suppress(RegistryUnavailableError):
             await self._wanted_state.note(self._machine, self._desk.planning)

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from baton.telemetry.tasks import BackgroundTasks
 from kvtransfer.hello import prove_to_reader
-from kvtransfer.hello_gate import Gate
+from kvtransfer.hello_gate import HelloGate
 from kvtransfer.tcp.frames import (
     ENDED,
     FAILED,
@@ -54,7 +54,7 @@ class TcpServer:
         async def serve(link: socket.socket, _: None) -> None:
             await self._serve(link, source)
 
-        gate = Gate(self._side.listener, self._hello, serve, HELLO_S, self._tasks)
+        gate = HelloGate(self._side.listener, self._hello, serve, HELLO_S, self._tasks)
         self._tasks.keep(gate.run, "accept")
 
     async def close(self) -> None:

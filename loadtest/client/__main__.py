@@ -12,7 +12,7 @@ import sys
 import msgspec
 import uvloop
 
-from loadtest.client.records import ClientJob, Message, Ready
+from loadtest.client.records import ClientJob, ClientReady, Message
 from loadtest.client.runner import PlanRunner
 
 
@@ -28,7 +28,7 @@ async def _run() -> None:
     size = int.from_bytes(await source.readexactly(8))
     job = msgspec.msgpack.decode(await source.readexactly(size), type=ClientJob)
     runner = PlanRunner(job, _write)
-    _write(Ready())
+    _write(ClientReady())
     zero_s = float(await source.readline())
     async with asyncio.TaskGroup() as group:
         running = group.create_task(runner.run(zero_s))

@@ -11,11 +11,11 @@ from typing import IO
 import msgspec
 
 from loadtest.client.records import (
+    CallRecord,
     ClientJob,
+    ClientReady,
     ClientReport,
     Message,
-    Ready,
-    RequestRecord,
     ServerOptions,
 )
 from loadtest.workloads.plan import Plan
@@ -36,7 +36,7 @@ async def run_clients(
     server: ServerOptions,
     *,
     clients: int,
-    record: Callable[[RequestRecord], None],
+    record: Callable[[CallRecord], None],
     keep_answers: bool = False,
     on_start: Callable[[float], None] | None = None,
 ) -> list[ClientReport]:
@@ -75,7 +75,7 @@ class _Client:
         self._errors = errors
         self._messages: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
-    async def _next(self) -> RequestRecord | ClientReport | Ready:
+    async def _next(self) -> CallRecord | ClientReport | ClientReady:
         out = self._process.stdout
         line = await out.readline() if out is not None else b""
         if not line:
@@ -86,13 +86,13 @@ class _Client:
         return self._messages.decode(line)
 
     async def expect_ready(self) -> None:
-        if not isinstance(message := await self._next(), Ready):
+        if not isinstance(message := await self._next(), ClientReady):
             raise ClientFailedError(f"a client sent {message} before it was ready")
 
     async def follow(
         self,
         zero_s: float,
-        record: Callable[[RequestRecord], None],
+        record: Callable[[CallRecord], None],
         report: Callable[[ClientReport], None],
     ) -> None:
         pipe = self._process.stdin
@@ -101,7 +101,7 @@ class _Client:
             await pipe.drain()
         while True:
             message = await self._next()
-            if isinstance(message, RequestRecord):
+            if isinstance(message, CallRecord):
                 record(message)
             elif isinstance(message, ClientReport):
                 report(message)

@@ -22,7 +22,7 @@ End = Literal[
 ENDS: tuple[End, ...] = get_args(End)
 
 
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
+class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     """Record of a request, from its planned time to its end."""
 
     index: int  # in the plan
@@ -87,8 +87,8 @@ class ClientJob(msgspec.Struct, frozen=True, kw_only=True):
     keep_answers: bool = False
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class ClientReady(msgspec.Struct, frozen=True, tag="ready"):
     """Signal of a client that it has read its job and waits for second 0."""
 
 
-Message = RequestRecord | ClientReport | Ready
+Message = CallRecord | ClientReport | ClientReady

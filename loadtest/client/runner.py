@@ -12,7 +12,7 @@ import psutil
 
 from loadtest.client.dialogue import Dialogue
 from loadtest.client.exchange import Exchanged, Target, exchange
-from loadtest.client.records import ClientJob, ClientReport, RequestRecord, ServerOptions
+from loadtest.client.records import CallRecord, ClientJob, ClientReport, ServerOptions
 from loadtest.workloads.agents import agent_prompt
 from loadtest.workloads.plan import Conversation, Turn
 from loadtest.workloads.prompts import PromptWriter
@@ -45,7 +45,7 @@ class LagMeter:
 class PlanRunner:
     """Runs a job; calls ``record`` for each finished request."""
 
-    def __init__(self, job: ClientJob, record: Callable[[RequestRecord], None]) -> None:
+    def __init__(self, job: ClientJob, record: Callable[[CallRecord], None]) -> None:
         self._job = job
         self._record = record
         self._requests = RequestWriter(job.server, job.plan.seed)
@@ -110,11 +110,11 @@ class PlanRunner:
 
     def _record_of(
         self, turn: Turn, exchanged: Exchanged, intended_s: float, zero_s: float
-    ) -> RequestRecord:
+    ) -> CallRecord:
         reader = exchanged.reader
         details = reader.usage.prompt_tokens_details
         connected_s = exchanged.connected_s
-        return RequestRecord(
+        return CallRecord(
             index=turn.index,
             client=self._job.client,
             group=turn.group,

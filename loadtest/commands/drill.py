@@ -17,7 +17,7 @@ from loadtest.commands.running import INTERRUPTED
 from loadtest.drill.drills import DRILLS
 from loadtest.drill.fleet import DrillError
 from loadtest.drill.runner import DrillOptions, DrillRunner
-from loadtest.drill.verdict import Verdict
+from loadtest.drill.verdict import DrillOutcome
 from loadtest.goodput.phases import PhaseFigures
 from loadtest.results.page import write_whole
 
@@ -35,7 +35,7 @@ class DrillsResult(msgspec.Struct, frozen=True, kw_only=True):
 
     interrupted: bool
     asked: list[str]
-    drills: list[Verdict]
+    drills: list[DrillOutcome]
 
 
 _Name = Annotated[
@@ -120,7 +120,7 @@ def _asked(names: list[str]) -> list[str]:
     return names
 
 
-def _show(verdicts: list[Verdict]) -> None:
+def _show(verdicts: list[DrillOutcome]) -> None:
     if verdicts:
         Console().print(_table(verdicts))
     for verdict in verdicts:
@@ -130,9 +130,9 @@ def _show(verdicts: list[Verdict]) -> None:
             Console(soft_wrap=True).print(f"[red]{verdict.drill}[/]: {escape(fault)}")
 
 
-def _run_all(runner: DrillRunner, names: list[str]) -> tuple[list[Verdict], bool]:
+def _run_all(runner: DrillRunner, names: list[str]) -> tuple[list[DrillOutcome], bool]:
     """Return the verdicts, and whether Ctrl-C ended the drills early."""
-    verdicts: list[Verdict] = []
+    verdicts: list[DrillOutcome] = []
     interrupted = False
 
     async def run_all() -> None:
@@ -155,7 +155,7 @@ def _run_all(runner: DrillRunner, names: list[str]) -> tuple[list[Verdict], bool
     return verdicts, interrupted
 
 
-def _table(verdicts: list[Verdict]) -> Table:
+def _table(verdicts: list[DrillOutcome]) -> Table:
     figures = (Column(name, no_wrap=True) for name in ("drill", "verdict", "recovered", "compared"))
     ended = Column("fault and ends", overflow="fold")
     table = Table(*figures, ended, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))

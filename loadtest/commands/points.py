@@ -9,7 +9,7 @@ Point = TypeVar("Point")
 Row = TypeVar("Row")
 
 
-class Measured(list[Row], Generic[Row]):
+class MeasuredPoints(list[Row], Generic[Row]):
     """Results of the points of a lab; ``left_out`` is the number of points not measured."""
 
     left_out: int = 0
@@ -17,13 +17,13 @@ class Measured(list[Row], Generic[Row]):
 
 def measured(
     points: Sequence[Point], measure: Callable[[Point], Row], *, at_least: int = 1
-) -> Measured[Row]:
+) -> MeasuredPoints[Row]:
     """Measure points in turn. Ctrl-C ends this early, and leaves out the point that is measured.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came before ``at_least`` points were measured.
     """
-    rows: Measured[Row] = Measured()
+    rows: MeasuredPoints[Row] = MeasuredPoints()
     try:
         for number, point in enumerate(points, 1):
             echo(f"[dim]point {number} of {len(points)}[/]")

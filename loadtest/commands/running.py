@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from loadtest.client.processes import ClientFailedError
-from loadtest.client.records import RequestRecord
+from loadtest.client.records import CallRecord
 from loadtest.client.server import ServerError
 from loadtest.commands.options import fail
 from loadtest.results.files import Results, ResultsError, check_unused, write_results
@@ -68,7 +68,7 @@ def run(
         bar = progress.add_task(escape(label), total=plan.request_count, failed=0)
         failed = 0
 
-        def ended(record: RequestRecord) -> None:
+        def ended(record: CallRecord) -> None:
             nonlocal failed
             failed += record.end not in ("ok", "aborted")
             progress.update(bar, advance=1, failed=failed)

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from loadtest.client.records import RequestRecord
+from loadtest.client.records import CallRecord
 from loadtest.commands import options as o
 from loadtest.commands.loads import AgentSessions, Disturbed, Recording, Users
 from loadtest.commands.running import INTERRUPTED, run, run_and_show, show_and_write
@@ -106,7 +106,7 @@ def agents(
     except ValueError as error:
         o.fail(str(error))
     settings = o.run_options(choices, ctx.obj, tools=True)
-    compared: list[RequestRecord] = []
+    compared: list[CallRecord] = []
     if alone:
         o.check_out(out)
         before = run(alone_plan(plan), settings, None, label="alone")

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from loadtest.drill.verdict import WorkerState
+from loadtest.drill.verdict import ShownWorker
 from loadtest.reasons import http_reason
 
 _TIMEOUT_S = 10.0
@@ -27,7 +27,7 @@ class DrillFaultError(RuntimeError):
 
 
 class _Fleet(msgspec.Struct):
-    workers: list[WorkerState]
+    workers: list[ShownWorker]
 
 
 class FleetView:
@@ -49,7 +49,7 @@ class FleetView:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def workers(self) -> list[WorkerState]:
+    async def workers(self) -> list[ShownWorker]:
         """Return every worker that the router has."""
         try:
             answer = (await self._http.get("/fleet")).raise_for_status()
@@ -78,7 +78,7 @@ class FleetView:
             raise DrillError(f"{self._http.base_url}/fleet/models: {http_reason(error)}") from error
         return "" if answer.is_success else answer.text
 
-    async def victim(self, role: str) -> WorkerState:
+    async def victim(self, role: str) -> ShownWorker:
         """Return the busiest ready worker of a role, on this machine."""
         ready = [w for w in await self.workers() if w.role == role and w.state == "ready"]
         if not ready:
@@ -91,8 +91,8 @@ class FleetView:
         return chosen
 
     async def wait(
-        self, condition: Callable[[Sequence[WorkerState]], bool], limit_s: float
-    ) -> list[WorkerState]:
+        self, condition: Callable[[Sequence[ShownWorker]], bool], limit_s: float
+    ) -> list[ShownWorker]:
         """Poll until the condition holds or time is up; return the last state."""
         until_s = time.monotonic() + limit_s
         while True:
@@ -102,11 +102,11 @@ class FleetView:
             await asyncio.sleep(_POLL_S)
 
 
-def all_ready(workers: Sequence[WorkerState]) -> bool:
+def all_ready(workers: Sequence[ShownWorker]) -> bool:
     """Return whether every worker accepts requests."""
     return all(worker.state == "ready" for worker in workers)
 
 
-def all_at_rest(workers: Sequence[WorkerState]) -> bool:
+def all_at_rest(workers: Sequence[ShownWorker]) -> bool:
     """Return whether every worker is ready and has no requests or leased blocks."""
     return all_ready(workers) and not any(worker.leaks() for worker in workers)

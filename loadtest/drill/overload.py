@@ -11,18 +11,18 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from loadtest.client.records import RequestRecord
+from loadtest.client.records import CallRecord
 from loadtest.drill.verdict import (
-    Verdict,
-    WorkerState,
+    DrillOutcome,
+    ShownWorker,
     left_behind,
     shortened,
     wrong_ends,
     wrong_tokens,
 )
 from loadtest.goodput.phases import (
-    Limits,
-    Phase,
+    GoodLimits,
+    LoadPhase,
     PhaseFigures,
     figures_of,
     is_refused,
@@ -43,7 +43,7 @@ _AFTER_S = 30.0
 _STEP_S = 0.5
 
 
-def overload_phases(rate: float) -> list[Phase]:
+def overload_phases(rate: float) -> list[LoadPhase]:
     """Return the phases for a fleet that holds this rate in requests per second."""
     overloads = [(f"{factor:g} x", factor * rate, seconds) for factor, seconds in _OVERLOADS]
     return phases_of([("1.0 x", rate, _BASE_S), *overloads, ("after", rate, _AFTER_S)])
@@ -51,14 +51,14 @@ def overload_phases(rate: float) -> list[Phase]:
 
 def judge_overload(
     *,
-    phases: Sequence[Phase],
+    phases: Sequence[LoadPhase],
     planned: Sequence[int],
-    records: Sequence[RequestRecord],
-    limits: Limits,
-    probes: Sequence[RequestRecord],
+    records: Sequence[CallRecord],
+    limits: GoodLimits,
+    probes: Sequence[CallRecord],
     golden: Mapping[int, str],
-    workers: Sequence[WorkerState],
-) -> Verdict:
+    workers: Sequence[ShownWorker],
+) -> DrillOutcome:
     """Judge the load of `overload_phases`.
 
     Args:
@@ -84,7 +84,7 @@ def judge_overload(
     if recovered_s is None or recovered_s > RECOVERY_LIMIT_S:
         when = "never" if recovered_s is None else f"after {recovered_s:.1f} s"
         faults.append(f"service was normal again {when}, limit {RECOVERY_LIMIT_S:g} s")
-    return Verdict(
+    return DrillOutcome(
         drill="overload",
         what_was_done=f"{' and '.join(p.name for p in overloads)} {base.rate:.2f} requests/s",
         requests=len(planned),
@@ -98,7 +98,7 @@ def judge_overload(
 
 
 def recovery_s(
-    after: Phase, records: Sequence[RequestRecord], limits: Limits, good_share: float
+    after: LoadPhase, records: Sequence[CallRecord], limits: GoodLimits, good_share: float
 ) -> float | None:
     """Return the time from the end of an overload until service is normal; None if never.
 
@@ -109,7 +109,7 @@ def recovery_s(
     while moment_s <= after.end_s - RECOVERY_LIMIT_S:
         spans = [(moment_s, after.end_s), (moment_s, moment_s + RECOVERY_LIMIT_S)]
         parts = [
-            figures_of(Phase(name="", rate=after.rate, begin_s=a, end_s=b), records, limits)
+            figures_of(LoadPhase(name="", rate=after.rate, begin_s=a, end_s=b), records, limits)
             for a, b in spans
         ]
         if all(part.sent and part.good_share >= _NORMAL * good_share for part in parts):
@@ -134,7 +134,7 @@ def _overload_faults(overload: PhaseFigures, base: PhaseFigures) -> list[str]:
     return faults
 
 
-def _wrong_refusals(records: Sequence[RequestRecord]) -> list[str]:
+def _wrong_refusals(records: Sequence[CallRecord]) -> list[str]:
     """Return failures other than 429, and refusals without a time to come again."""
     other = [
         f"#{record.index} got {record.status}: {record.detail}"

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from loadtest.client.processes import ClientFailedError, run_clients
-from loadtest.client.records import RequestRecord, ServerOptions
+from loadtest.client.records import CallRecord, ServerOptions
 from loadtest.client.server import ServerError
 from loadtest.commands.options import LocalFleet
 from loadtest.drill.bad_canary import model_with_copy
@@ -18,10 +18,10 @@ from loadtest.drill.drills import DRILLS, Drill
 from loadtest.drill.faults import Scene
 from loadtest.drill.fleet import DrillError, DrillFaultError, FleetView, all_at_rest, all_ready
 from loadtest.drill.overload import HOLDS_SHARE, judge_overload, overload_phases
-from loadtest.drill.verdict import Verdict, WorkerState, judge
+from loadtest.drill.verdict import DrillOutcome, ShownWorker, judge
 from loadtest.goodput.fleet import SizedFleet
 from loadtest.goodput.measure import alone_s, goodput, held_rate, send_phases
-from loadtest.goodput.phases import Limits, PhaseFigures, figures_of, phased_plan
+from loadtest.goodput.phases import GoodLimits, PhaseFigures, figures_of, phased_plan
 from loadtest.workloads.arrivals import arrival_times_s
 from loadtest.workloads.plan import Conversation, Plan, Segment, Turn
 from loadtest.workloads.prompts import UNIQUE_KEYS
@@ -88,7 +88,7 @@ class DrillRunner:
             raise DrillError("two greedy responses to one prompt differ without any fault")
         self._golden = passes[0]
 
-    async def run(self, name: str) -> Verdict:
+    async def run(self, name: str) -> DrillOutcome:
         """Run one drill on an idle fleet."""
         drill = DRILLS[name]
         options = self._options
@@ -115,7 +115,7 @@ class DrillRunner:
         )
         return msgspec.structs.replace(verdict, faults=[*run.faults, *verdict.faults])
 
-    async def _limits(self) -> Limits | None:
+    async def _limits(self) -> GoodLimits | None:
         """Return the fleet's latency limits, and the time of a prompt alone; None without."""
         local = self._options.local
         try:
@@ -126,9 +126,9 @@ class DrillRunner:
             own_s = await alone_s(self._options.server)
         except ServerError as error:
             raise DrillError(str(error)) from error
-        return Limits(ttft_s=slo[0], itl_s=slo[1], own_s=own_s)
+        return GoodLimits(ttft_s=slo[0], itl_s=slo[1], own_s=own_s)
 
-    async def _overload(self, fleet: FleetView, limits: Limits) -> Verdict:
+    async def _overload(self, fleet: FleetView, limits: GoodLimits) -> DrillOutcome:
         rate = self._options.holds
         if rate is None:
             rate = await self._find_rate(len(await fleet.workers()), limits)
@@ -153,7 +153,7 @@ class DrillRunner:
             workers=workers,
         )
 
-    async def _find_rate(self, workers: int, limits: Limits) -> float:
+    async def _find_rate(self, workers: int, limits: GoodLimits) -> float:
         """Return the highest tried rate that the fleet holds, at first more than it can hold."""
 
         async def measure(rate: float) -> PhaseFigures:
@@ -231,8 +231,8 @@ class DrillRunner:
 
     async def _send(
         self, plan: Plan, on_start: Callable[[float], None] | None = None, mode: str | None = None
-    ) -> list[RequestRecord]:
-        records: list[RequestRecord] = []
+    ) -> list[CallRecord]:
+        records: list[CallRecord] = []
         server = self._options.server
         if mode is not None:
             headers = {**server.headers, "x-baton-mode": mode}
@@ -249,7 +249,7 @@ class DrillRunner:
 @dataclass
 class _Run:
     planned: list[int]
-    records: list[RequestRecord] = field(default_factory=list)
+    records: list[CallRecord] = field(default_factory=list)
     zero_s: float = 0.0
     fault_s: float = 0.0
     what_was_done: str = ""
@@ -275,7 +275,7 @@ def _abort_s(drill: Drill, drawn: float, after: float) -> float | None:
     return 0.1 + 0.9 * after if drawn < drill.abort_share else None
 
 
-def _moved(record: RequestRecord, by_s: float) -> RequestRecord:
+def _moved(record: CallRecord, by_s: float) -> CallRecord:
     return msgspec.structs.replace(
         record,
         intended_s=record.intended_s + by_s,
@@ -286,5 +286,5 @@ def _moved(record: RequestRecord, by_s: float) -> RequestRecord:
     )
 
 
-def _summary(workers: list[WorkerState]) -> str:
+def _summary(workers: list[ShownWorker]) -> str:
     return "; ".join(f"{w.id} {w.state} {' '.join(w.leaks())}".strip() for w in workers)

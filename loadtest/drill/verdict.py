@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from loadtest.client.records import RequestRecord
+from loadtest.client.records import CallRecord
 from loadtest.goodput.phases import PhaseFigures
 from loadtest.metrics.summary import error_name
 
@@ -20,7 +20,7 @@ _TYPED_ERRORS = ("http_error", "stream_error")
 _SHOWN = 3  # faults of one kind that a verdict names
 
 
-class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
+class ShownWorker(msgspec.Struct, frozen=True, kw_only=True):
     """Entry of ``GET /fleet``, with the fields that drills check."""
 
     id: str
@@ -54,7 +54,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class DrillOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of a drill; ``faults`` is empty if it passed."""
 
     drill: str
@@ -78,14 +78,14 @@ def judge(
     drill: str,
     what_was_done: str,
     planned: Sequence[int],
-    records: Sequence[RequestRecord],
+    records: Sequence[CallRecord],
     golden: Mapping[int, str],
     fault_s: float,
     may_fail: bool,
     recovery_limit_s: float,
-    workers: Sequence[WorkerState],
+    workers: Sequence[ShownWorker],
     other_until_s: float = 0.0,
-) -> Verdict:
+) -> DrillOutcome:
     """Judge a drill.
 
     ``planned`` has the index of every planned request, and ``golden`` the correct responses by
@@ -104,7 +104,7 @@ def judge(
         faults.append("no request after the fault succeeded")
     elif recovered_s > recovery_limit_s:
         faults.append(f"recovered after {recovered_s:.1f} s, limit {recovery_limit_s:g} s")
-    return Verdict(
+    return DrillOutcome(
         drill=drill,
         what_was_done=what_was_done,
         requests=len(planned),
@@ -116,7 +116,7 @@ def judge(
     )
 
 
-def left_behind(workers: Sequence[WorkerState]) -> list[str]:
+def left_behind(workers: Sequence[ShownWorker]) -> list[str]:
     """Return what the workers of an idle fleet still hold, and workers that are not ready."""
     return [
         *(leak for worker in workers for leak in worker.leaks()),
@@ -124,7 +124,7 @@ def left_behind(workers: Sequence[WorkerState]) -> list[str]:
     ]
 
 
-def recovery_s(records: Sequence[RequestRecord], fault_s: float) -> float | None:
+def recovery_s(records: Sequence[CallRecord], fault_s: float) -> float | None:
     """Return the time from the fault to the first success that no later failure follows.
 
     None if no request sent after the fault, and after the last failure, succeeded.
@@ -135,7 +135,7 @@ def recovery_s(records: Sequence[RequestRecord], fault_s: float) -> float | None
     return min(good) - fault_s if good else None
 
 
-def wrong_tokens(records: Sequence[RequestRecord], golden: Mapping[int, str]) -> list[str]:
+def wrong_tokens(records: Sequence[CallRecord], golden: Mapping[int, str]) -> list[str]:
     """Return the responses that differ from the golden ones, or partial ones from their start."""
     wrong = []
     for record in records:
@@ -148,7 +148,7 @@ def wrong_tokens(records: Sequence[RequestRecord], golden: Mapping[int, str]) ->
 
 
 def wrong_ends(
-    planned: Sequence[int], records: Sequence[RequestRecord], *, may_fail: bool
+    planned: Sequence[int], records: Sequence[CallRecord], *, may_fail: bool
 ) -> list[str]:
     """Return the requests without exactly one end, or with one that is not allowed."""
     counts = Counter(record.index for record in records)

@@ -5,12 +5,12 @@ import statistics
 from collections.abc import Awaitable, Callable, Sequence
 
 from loadtest.client.processes import run_clients
-from loadtest.client.records import RequestRecord, ServerOptions
+from loadtest.client.records import CallRecord, ServerOptions
 from loadtest.client.server import ServerError
 from loadtest.goodput.phases import (
     ANSWER_TOKENS,
-    Limits,
-    Phase,
+    GoodLimits,
+    LoadPhase,
     PhaseFigures,
     figures_of,
     phased_plan,
@@ -28,16 +28,16 @@ _ALONE = 4
 
 
 async def send_phases(
-    phases: Sequence[Phase],
+    phases: Sequence[LoadPhase],
     server: ServerOptions,
     answer_tokens: int = ANSWER_TOKENS,
     on_start: Callable[[float], None] | None = None,
-) -> list[RequestRecord]:
+) -> list[CallRecord]:
     """Send the load of some phases; return the records when all requests have ended.
 
     ``on_start`` receives second 0 of the first phase on the monotonic clock.
     """
-    records: list[RequestRecord] = []
+    records: list[CallRecord] = []
     plan = phased_plan(phases, secrets.randbits(32), answer_tokens)
     await run_clients(plan, server, clients=1, record=records.append, on_start=on_start)
     return records
@@ -51,7 +51,7 @@ async def alone_s(server: ServerOptions) -> float:
     """
     times_s: list[float] = []
     for _ in range(_ALONE):
-        phase = Phase(name="alone", rate=1.0, begin_s=0.0, end_s=1.0)
+        phase = LoadPhase(name="alone", rate=1.0, begin_s=0.0, end_s=1.0)
         (record,) = await send_phases([phase], server)
         ttft_s = request_figures.ttft_from_send_s(record)
         if record.end != "ok" or ttft_s is None:
@@ -64,7 +64,7 @@ async def goodput(
     rate: float,
     seconds: float,
     server: ServerOptions,
-    limits: Limits,
+    limits: GoodLimits,
     answer_tokens: int = ANSWER_TOKENS,
 ) -> PhaseFigures:
     """Return the figures of some seconds at one rate."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from loadtest.client.records import RequestRecord
-from loadtest.metrics.summary import Slo
+from loadtest.client.records import CallRecord
+from loadtest.metrics.summary import LatencyGoals
 from loadtest.workloads.plan import Conversation, Plan, Segment, Turn
 from loadtest.workloads.prompts import UNIQUE_KEYS
 
@@ -22,20 +22,20 @@ ANSWER_TOKENS = 64
 _REFUSED = 429
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class GoodLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a good response, in seconds; ``own_s`` is the TTFT of a prompt alone."""
 
     ttft_s: float
     itl_s: float
     own_s: float = 0.0
 
-    def slo(self) -> Slo:
+    def slo(self) -> LatencyGoals:
         """Return the limits of this load's prompts, which all have the same length."""
         ttft_s = self.ttft_s + 2 * self.own_s
-        return Slo(ttft_s=ttft_s, tpot_s=self.itl_s, from_second=True)
+        return LatencyGoals(ttft_s=ttft_s, tpot_s=self.itl_s, from_second=True)
 
 
-class Phase(msgspec.Struct, frozen=True, kw_only=True):
+class LoadPhase(msgspec.Struct, frozen=True, kw_only=True):
     """Part of a load with one rate, in requests per second."""
 
     name: str
@@ -80,18 +80,18 @@ class PhaseFigures(msgspec.Struct, frozen=True, kw_only=True):
         return self.good / admitted if admitted else 1.0
 
 
-def phases_of(rates: Sequence[tuple[str, float, float]]) -> list[Phase]:
+def phases_of(rates: Sequence[tuple[str, float, float]]) -> list[LoadPhase]:
     """Return consecutive phases from names, rates and lengths in seconds."""
-    phases: list[Phase] = []
+    phases: list[LoadPhase] = []
     begin_s = 0.0
     for name, rate, seconds in rates:
         end_s = begin_s + seconds
-        phases.append(Phase(name=name, rate=rate, begin_s=begin_s, end_s=end_s))
+        phases.append(LoadPhase(name=name, rate=rate, begin_s=begin_s, end_s=end_s))
         begin_s = end_s
     return phases
 
 
-def phased_plan(phases: Sequence[Phase], seed: int, answer_tokens: int = ANSWER_TOKENS) -> Plan:
+def phased_plan(phases: Sequence[LoadPhase], seed: int, answer_tokens: int = ANSWER_TOKENS) -> Plan:
     """Return a plan with random arrivals: rate × length requests in each phase.
 
     Prompts of another seed have other words, so that no cache has them.
@@ -121,12 +121,12 @@ def phased_plan(phases: Sequence[Phase], seed: int, answer_tokens: int = ANSWER_
     )
 
 
-def is_refused(record: RequestRecord) -> bool:
+def is_refused(record: CallRecord) -> bool:
     """Return whether the server refused the request because of load."""
     return record.end == "http_error" and record.status == _REFUSED
 
 
-def figures_of(phase: Phase, records: Sequence[RequestRecord], limits: Limits) -> PhaseFigures:
+def figures_of(phase: LoadPhase, records: Sequence[CallRecord], limits: GoodLimits) -> PhaseFigures:
     """Return the figures of a phase; records of other phases are ignored."""
     slo = limits.slo()
     own = [record for record in records if phase.begin_s <= record.intended_s < phase.end_s]
@@ -146,7 +146,7 @@ def figures_of(phase: Phase, records: Sequence[RequestRecord], limits: Limits) -
 
 
 def good_over_time(
-    records: Sequence[RequestRecord], limits: Limits, until_s: float, width_s: float
+    records: Sequence[CallRecord], limits: GoodLimits, until_s: float, width_s: float
 ) -> list[float]:
     """Return good responses per second of requests planned in each interval of ``width_s``."""
     slo = limits.slo()

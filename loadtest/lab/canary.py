@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadtest.client.processes import run_clients
-from loadtest.client.records import RequestRecord, ServerOptions
+from loadtest.client.records import CallRecord, ServerOptions
 from loadtest.client.server import ServerError
 from loadtest.commands.options import echo
 from loadtest.drill.fleet import DrillError, FleetView
-from loadtest.lab.canary_findings import Candidate, findings_of
+from loadtest.lab.canary_findings import MeasuredCandidate, findings_of
 from loadtest.lab.places import awaiting
 from loadtest.lab.results import Findings
 from loadtest.lab.table import LABS, LabContext
@@ -68,7 +68,7 @@ async def _run(context: LabContext, seconds: float) -> Findings:
 
 async def _candidate(
     fleet: FleetView, context: LabContext, kind: str, model: str, seconds: float
-) -> Candidate:
+) -> MeasuredCandidate:
     await _change(fleet, {"verb": "alias", "name": NAME, "model": f"{NAME}@1"})
     await _change(fleet, {"verb": "canary", "name": NAME, "model": model, "share": _SHARE})
     await asyncio.sleep(_SETTLE_S)
@@ -80,7 +80,7 @@ async def _candidate(
         await _change(fleet, {"verb": "gate", "name": model, "golden": []})
     if watched.out_s is None:
         await _change(fleet, {"verb": "rollback", "name": NAME})
-    return Candidate(
+    return MeasuredCandidate(
         kind=kind,
         model=model,
         requests=watched.requests,
@@ -129,14 +129,14 @@ def _requests(entry: dict[str, Any]) -> int:
     return int(gate["canary"]["requests"]) if gate else 0
 
 
-async def _load(context: LabContext, seconds: float, ended: asyncio.Event) -> list[RequestRecord]:
+async def _load(context: LabContext, seconds: float, ended: asyncio.Event) -> list[CallRecord]:
     shape = OpenLoop(
         requests=round(_RATE * seconds),
         rate=_RATE,
         prompt_tokens=parse_lengths("uniform:384-640"),
         answer_tokens=parse_lengths("uniform:16-32"),
     )
-    records: list[RequestRecord] = []
+    records: list[CallRecord] = []
     options = ServerOptions(url=context.url, model=NAME, api_key=context.api_key)
     plan = open_loop_plan(shape, name="canary", seed=time.time_ns() % 2**31)
     try:

@@ -7,7 +7,7 @@ from loadtest.lab.results import Findings, Plot, Series
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class MeasuredCandidate:
     """Canary that was tried.
 
     Attributes:
@@ -34,7 +34,7 @@ class Candidate:
 
 
 def findings_of(
-    candidates: Sequence[Candidate], *, rate: float, share: float, seconds: float
+    candidates: Sequence[MeasuredCandidate], *, rate: float, share: float, seconds: float
 ) -> Findings:
     """Return the results of all candidates.
 

@@ -46,7 +46,7 @@ class DrivenRequest:
 
 
 @dataclass(slots=True)
-class Step:
+class MeasuredStep:
     """Measurements of one engine step."""
 
     seconds: float
@@ -70,7 +70,7 @@ class Driver:
         self._bounded = bounded
         self.core = EngineCore(llm.runner, SchedulerConfig(max_batch_requests, max_step_tokens))
         self.requests: dict[str, DrivenRequest] = {}
-        self.steps: list[Step] = []
+        self.steps: list[MeasuredStep] = []
         self._vocabulary = llm.artifact.config.vocab_size
 
     def prompt(self, tokens: int, seed: int) -> list[int]:
@@ -114,7 +114,9 @@ class Driver:
         load = next(event for event in events if isinstance(event, ev.StepDone))
         seconds = (now_ns - began_ns) / 1e9
         in_use = load.blocks.total - load.blocks.free - load.blocks.cached
-        self.steps.append(Step(seconds, load.prompt_tokens, load.decode_rows, load.running, in_use))
+        self.steps.append(
+            MeasuredStep(seconds, load.prompt_tokens, load.decode_rows, load.running, in_use)
+        )
         self._note(events)
 
     def run(self) -> float:

@@ -11,16 +11,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from loadtest.client.records import RequestRecord, ServerOptions
+from loadtest.client.records import CallRecord, ServerOptions
 from loadtest.client.server import Server, ServerError
 from loadtest.commands.options import echo
 from loadtest.commands.points import measured
 from loadtest.goodput.fleet import SizedFleet
 from loadtest.goodput.measure import TRIED, alone_s, goodput, held_rate, send_phases
-from loadtest.goodput.phases import Limits, PhaseFigures, phases_of
+from loadtest.goodput.phases import GoodLimits, PhaseFigures, phases_of
 from loadtest.lab.places import awaiting
 from loadtest.lab.results import Findings
-from loadtest.lab.split_findings import OVERLOAD, Split, Steered, findings_of, findings_so_far
+from loadtest.lab.split_findings import (
+    OVERLOAD,
+    MeasuredSplit,
+    Steered,
+    findings_of,
+    findings_so_far,
+)
 from loadtest.lab.table import LabContext
 
 ANSWER_TOKENS = 200
@@ -52,7 +58,7 @@ def run(context: LabContext) -> Findings:
         seconds = _QUICK_SPLIT_S if context.quick else _SPLIT_S
         fleet.plan("hold")
         own_s = asyncio.run(alone_s(options))
-        limits = Limits(ttft_s=slo[0], itl_s=slo[1], own_s=own_s)
+        limits = GoodLimits(ttft_s=slo[0], itl_s=slo[1], own_s=own_s)
         return _Lab(fleet, options, limits, workers, seconds, context.quick).run()
 
 
@@ -60,7 +66,7 @@ def run(context: LabContext) -> Findings:
 class _Lab:
     fleet: SizedFleet
     options: ServerOptions
-    limits: Limits
+    limits: GoodLimits
     workers: int
     seconds: float
     quick: bool
@@ -80,10 +86,10 @@ class _Lab:
         except KeyboardInterrupt:
             return self._so_far(splits, _LATER_POINTS)
 
-    def _so_far(self, splits: list[Split], left_out: int) -> Findings:
+    def _so_far(self, splits: list[MeasuredSplit], left_out: int) -> Findings:
         return findings_so_far(splits, self.limits, ANSWER_TOKENS, left_out)
 
-    def _compared(self, splits: list[Split]) -> Findings:
+    def _compared(self, splits: list[MeasuredSplit]) -> Findings:
         ordered = sorted(splits, key=lambda split: split.figures.good_per_s)
         best = ordered[-1]
         others = [split for split in splits if split is not best] or splits
@@ -96,13 +102,13 @@ class _Lab:
         steered = [self._steer(start, OVERLOAD * base.rate) for start in starts]
         return findings_of(splits, base, steered, self.limits, ANSWER_TOKENS)
 
-    def _split(self, prefill: int, rate: float) -> Split:
+    def _split(self, prefill: int, rate: float) -> MeasuredSplit:
         self._become(prefill)
         split = f"{prefill} + {self.workers - prefill}"
         echo(f"[dim]{split}: {rate:.1f} requests/s for {self.seconds:g} s[/]")
         with awaiting("the load", self.seconds):
             figures = asyncio.run(self._measured(rate))
-        return Split(prefill=prefill, decode=self.workers - prefill, figures=figures)
+        return MeasuredSplit(prefill=prefill, decode=self.workers - prefill, figures=figures)
 
     async def _tried(self, rate: float) -> PhaseFigures:
         echo(f"[dim]{rate:.1f} requests/s for {self.seconds:g} s[/]")
@@ -115,7 +121,7 @@ class _Lab:
     def _become(self, prefill: int) -> None:
         self.fleet.split(prefill, self.workers - prefill)
 
-    def _steer(self, start: Split, rate: float) -> Steered:
+    def _steer(self, start: MeasuredSplit, rate: float) -> Steered:
         self._become(start.prefill)
         echo(f"[dim]{_FORGET_S:g} s without load[/]")
         with awaiting("the planner to forget the load before", _FORGET_S):
@@ -138,6 +144,6 @@ class _Lab:
         finally:
             self.fleet.plan("hold")
 
-    async def _sent(self, rate: float, on_start: Callable[[float], None]) -> list[RequestRecord]:
+    async def _sent(self, rate: float, on_start: Callable[[float], None]) -> list[CallRecord]:
         phases = phases_of([("planner", rate, _STEERED_S)])
         return await send_phases(phases, self.options, ANSWER_TOKENS, on_start)

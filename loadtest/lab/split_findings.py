@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loadtest.client.records import RequestRecord
+from loadtest.client.records import CallRecord
 from loadtest.goodput.phases import (
     PROMPT_TOKENS,
-    Limits,
-    Phase,
+    GoodLimits,
+    LoadPhase,
     PhaseFigures,
     figures_of,
     good_over_time,
@@ -26,7 +26,7 @@ _COLUMNS = ["split", "offered/s", "good/s", "good", "refused", "good of admitted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class MeasuredSplit:
     """Split of the workers, with its figures under more load than it holds."""
 
     prefill: int
@@ -51,15 +51,15 @@ class Steered:
     start: str
     rate: float
     seconds: float
-    records: Sequence[RequestRecord]
+    records: Sequence[CallRecord]
     decisions: Sequence[tuple[float, str]]
 
 
 def findings_of(
-    splits: Sequence[Split],
+    splits: Sequence[MeasuredSplit],
     base: PhaseFigures,
     steered: Sequence[Steered],
-    limits: Limits,
+    limits: GoodLimits,
     answer_tokens: int,
 ) -> Findings:
     """Return the table, the plots and the conclusion.
@@ -108,13 +108,15 @@ class _Result:
     sentence: str
 
 
-def _result(steered: Steered, best: Split, base: PhaseFigures, limits: Limits) -> _Result:
+def _result(
+    steered: Steered, best: MeasuredSplit, base: PhaseFigures, limits: GoodLimits
+) -> _Result:
     over_time = good_over_time(steered.records, limits, steered.seconds, _WIDTH_S)
     kept_per_s = KEPT * base.good_per_s
     title = f"{steered.start} with the planner at {OVERLOAD:g} x"
     parts = [("first minute", 0.0, MINUTE_S), ("after a minute", MINUTE_S, steered.seconds)]
     phases = [
-        Phase(name=name, rate=steered.rate, begin_s=begin_s, end_s=end_s)
+        LoadPhase(name=name, rate=steered.rate, begin_s=begin_s, end_s=end_s)
         for name, begin_s, end_s in parts
     ]
     figures = [figures_of(phase, steered.records, limits) for phase in phases]
@@ -148,7 +150,7 @@ def _decisions(steered: Steered) -> str:
 
 
 def findings_so_far(
-    splits: Sequence[Split], limits: Limits, answer_tokens: int, left_out: int
+    splits: Sequence[MeasuredSplit], limits: GoodLimits, answer_tokens: int, left_out: int
 ) -> Findings:
     """Return the table and the plot of the splits that were measured before Ctrl-C."""
     best = max(splits, key=lambda split: split.figures.good_per_s)
@@ -163,7 +165,7 @@ def findings_so_far(
     )
 
 
-def _parameters(limits: Limits, answer_tokens: int) -> dict[str, Cell]:
+def _parameters(limits: GoodLimits, answer_tokens: int) -> dict[str, Cell]:
     return {
         "prompt and output tokens": f"{PROMPT_TOKENS} and {answer_tokens}",
         "limits": f"TTFT {limits.ttft_s:g} s + twice the prompt's own time, ITL {limits.itl_s:g} s",
@@ -171,7 +173,7 @@ def _parameters(limits: Limits, answer_tokens: int) -> dict[str, Cell]:
     }
 
 
-def _plot_of_splits(splits: Sequence[Split]) -> Plot:
+def _plot_of_splits(splits: Sequence[MeasuredSplit]) -> Plot:
     return Plot(
         title="Goodput of each split",
         x_label="prefill + decode workers",

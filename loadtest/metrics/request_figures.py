@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.client.records import RequestRecord
+from loadtest.client.records import CallRecord
 
 FORMULAS = {
     "ttft_s": "first chunk with text − intended send; time to first token",
@@ -25,33 +25,33 @@ FORMULAS = {
 }
 
 
-def ttft_s(record: RequestRecord) -> float | None:
+def ttft_s(record: CallRecord) -> float | None:
     """Return the time to the first token, from the intended send."""
     return record.chunk_s[0] - record.intended_s if record.chunk_s else None
 
 
-def ttft_from_send_s(record: RequestRecord) -> float | None:
+def ttft_from_send_s(record: CallRecord) -> float | None:
     """Return the time to the first token, from the actual send."""
     return record.chunk_s[0] - record.sent_s if record.chunk_s else None
 
 
-def second_token_s(record: RequestRecord) -> float | None:
+def second_token_s(record: CallRecord) -> float | None:
     """Return the time to the second chunk, which shows the cost of a KV transfer."""
     return record.chunk_s[1] - record.intended_s if len(record.chunk_s) > 1 else None
 
 
-def gaps_s(record: RequestRecord) -> NDArray[np.float64]:
+def gaps_s(record: CallRecord) -> NDArray[np.float64]:
     """Return the times between chunks, shape (chunks - 1,)."""
     return np.diff(np.array(record.chunk_s, dtype=np.float64))
 
 
-def itl_mean_s(record: RequestRecord) -> float | None:
+def itl_mean_s(record: CallRecord) -> float | None:
     """Return the mean time between chunks."""
     gaps = gaps_s(record)
     return float(gaps.mean()) if gaps.size else None
 
 
-def itl_worst_tenth_s(record: RequestRecord) -> float | None:
+def itl_worst_tenth_s(record: CallRecord) -> float | None:
     """Return the mean of the longest tenth of the times between chunks (at least one)."""
     gaps = np.sort(gaps_s(record))
     if not gaps.size:
@@ -59,13 +59,13 @@ def itl_worst_tenth_s(record: RequestRecord) -> float | None:
     return float(gaps[-math.ceil(gaps.size / 10) :].mean())
 
 
-def itl_longest_s(record: RequestRecord) -> float | None:
+def itl_longest_s(record: CallRecord) -> float | None:
     """Return the longest time between chunks."""
     gaps = gaps_s(record)
     return float(gaps.max()) if gaps.size else None
 
 
-def tpot_s(record: RequestRecord) -> float | None:
+def tpot_s(record: CallRecord) -> float | None:
     """Return the time per output token after the first; a chunk may contain several tokens.
 
     Without token counts from the server, chunks are counted.
@@ -76,7 +76,7 @@ def tpot_s(record: RequestRecord) -> float | None:
     return (record.chunk_s[-1] - record.chunk_s[0]) / (tokens - 1)
 
 
-def tpot_from_second_s(record: RequestRecord) -> float | None:
+def tpot_from_second_s(record: CallRecord) -> float | None:
     """Return the time per output token after the second chunk, without the KV transfer."""
     tokens = answer_tokens(record)
     if len(record.chunk_s) < 3 or tokens < 3:
@@ -84,22 +84,22 @@ def tpot_from_second_s(record: RequestRecord) -> float | None:
     return (record.chunk_s[-1] - record.chunk_s[1]) / (tokens - 2)
 
 
-def e2e_s(record: RequestRecord) -> float | None:
+def e2e_s(record: CallRecord) -> float | None:
     """Return the time from the intended send to the end of a complete response."""
     return record.ended_s - record.intended_s if record.end == "ok" else None
 
 
-def answer_tokens(record: RequestRecord) -> int:
+def answer_tokens(record: CallRecord) -> int:
     """Return the output tokens as counted by the server, else the number of chunks."""
     return len(record.chunk_s) if record.answer_tokens is None else record.answer_tokens
 
 
-def late_s(record: RequestRecord) -> float:
+def late_s(record: CallRecord) -> float:
     """Return the client's delay before it started to connect, which excludes connecting."""
     return record.sent_s - record.intended_s
 
 
-PER_REQUEST: dict[str, Callable[[RequestRecord], float | None]] = {
+PER_REQUEST: dict[str, Callable[[CallRecord], float | None]] = {
     "ttft_s": ttft_s,
     "ttft_from_send_s": ttft_from_send_s,
     "second_token_s": second_token_s,

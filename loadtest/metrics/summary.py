@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.client.records import ClientReport, RequestRecord
+from loadtest.client.records import CallRecord, ClientReport
 from loadtest.metrics import request_figures as figures
 
 MAX_ERROR_S = 0.010
@@ -17,7 +17,7 @@ _MAX_ERROR_SHARE = 0.05
 _MAX_CPU_SHARE = 0.9
 
 
-class Slo(msgspec.Struct, frozen=True, kw_only=True):
+class LatencyGoals(msgspec.Struct, frozen=True, kw_only=True):
     """Service level objective: limits per request, and the share of requests within them.
 
     Attributes:
@@ -37,7 +37,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
         shown = ", ".join(f"{name} {limit:g} s" for name, limit in limits if limit is not None)
         return f"goodput@{100 * self.quantile:g}({shown or 'any response'})"
 
-    def met_by(self, record: RequestRecord) -> bool:
+    def met_by(self, record: CallRecord) -> bool:
         """Return whether the response is complete and within every limit.
 
         A response of one token has no time per token, so it meets that limit.
@@ -62,7 +62,7 @@ def _within(took_s: float | None, limit_s: float | None) -> bool:
     return limit_s is None or took_s is None or took_s <= limit_s
 
 
-def parse_slo(text: str, quantile: float = 0.9) -> Slo:
+def parse_slo(text: str, quantile: float = 0.9) -> LatencyGoals:
     """Parse an SLO from the command line: ``ttft_s=1,tpot_s=0.1``."""
     limits: dict[str, float] = {}
     for part in filter(None, text.split(",")):
@@ -77,7 +77,7 @@ def parse_slo(text: str, quantile: float = 0.9) -> Slo:
             raise ValueError(f"{part}: a limit must be a positive number of seconds")
     if not 0 < quantile <= 1:
         raise ValueError(f"quantile {quantile:g} must be in (0, 1]")
-    return msgspec.structs.replace(Slo(quantile=quantile), **limits)
+    return msgspec.structs.replace(LatencyGoals(quantile=quantile), **limits)
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_per_s: float
     answer_tokens_per_s: float
     tokens_per_chunk: float  # above 1, times between chunks are not times between tokens
-    slo: Slo
+    slo: LatencyGoals
     good: int
     attainment: float  # good ÷ sent, both without aborted requests
     good_per_s: float
@@ -145,10 +145,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise(
-    records: Sequence[RequestRecord],
+    records: Sequence[CallRecord],
     clients: Sequence[ClientReport],
     *,
-    slo: Slo,
+    slo: LatencyGoals,
     warmup_s: float = 0.0,
     prefix_tokens_by_source: dict[str, float] | None = None,
 ) -> Summary:
@@ -195,7 +195,7 @@ def summarise(
 
 
 def judge_clients(
-    records: Sequence[RequestRecord], clients: Sequence[ClientReport], ttft: Distribution | None
+    records: Sequence[CallRecord], clients: Sequence[ClientReport], ttft: Distribution | None
 ) -> ClientVerdict:
     """Return whether the clients' own delay is small compared with what they measured."""
     late = Distribution.of(map(figures.late_s, records))
@@ -216,7 +216,7 @@ def judge_clients(
     )
 
 
-def _distributions(records: Sequence[RequestRecord]) -> dict[str, Distribution]:
+def _distributions(records: Sequence[CallRecord]) -> dict[str, Distribution]:
     found: dict[str, Distribution | None] = {}
     for name, figure in figures.PER_REQUEST.items():
         found[name] = Distribution.of(v for v in map(figure, records) if v is not None)
@@ -226,7 +226,7 @@ def _distributions(records: Sequence[RequestRecord]) -> dict[str, Distribution]:
     return {name: distribution for name, distribution in found.items() if distribution}
 
 
-def _by_group(records: Sequence[RequestRecord]) -> dict[str, dict[str, Distribution]]:
+def _by_group(records: Sequence[CallRecord]) -> dict[str, dict[str, Distribution]]:
     names = {name for record in records for name in (record.group, record.tenant)} - {""}
     found = {}
     for name in sorted(names):
@@ -236,7 +236,7 @@ def _by_group(records: Sequence[RequestRecord]) -> dict[str, dict[str, Distribut
     return found
 
 
-def error_name(record: RequestRecord) -> str:
+def error_name(record: CallRecord) -> str:
     """Return a name to count failures by: end, status, and the code before the colon."""
     if record.end == "http_error":
         code = record.detail.partition(":")[0]

@@ -6,7 +6,7 @@ from statistics import fmean, median
 
 import msgspec
 
-from loadtest.client.records import RequestRecord
+from loadtest.client.records import CallRecord
 from loadtest.metrics.request_figures import answer_tokens, ttft_s
 from loadtest.metrics.summary import Distribution
 
@@ -39,7 +39,7 @@ Key = tuple[int | None, int]
 
 
 def turn_figures(
-    records: Sequence[RequestRecord], alone: Sequence[RequestRecord] = ()
+    records: Sequence[CallRecord], alone: Sequence[CallRecord] = ()
 ) -> list[TurnFigures]:
     """Return the figures of each turn, and of all turns from the second on.
 
@@ -58,8 +58,8 @@ def turn_figures(
 
 def _figures(
     turn: str,
-    records: Sequence[RequestRecord],
-    by_key: Mapping[Key, RequestRecord],
+    records: Sequence[CallRecord],
+    by_key: Mapping[Key, CallRecord],
     alone_s: Mapping[int, float | None],
 ) -> TurnFigures:
     shares = _cached_shares(records)
@@ -79,7 +79,7 @@ def _figures(
     )
 
 
-def _cached_shares(records: Iterable[RequestRecord]) -> list[float]:
+def _cached_shares(records: Iterable[CallRecord]) -> list[float]:
     """Return the share of each session with counted requests."""
     cached: dict[int | None, int] = defaultdict(int)
     prompts: dict[int | None, int] = defaultdict(int)
@@ -91,7 +91,7 @@ def _cached_shares(records: Iterable[RequestRecord]) -> list[float]:
 
 
 def _repeated_share(
-    records: Iterable[RequestRecord], by_key: Mapping[Key, RequestRecord]
+    records: Iterable[CallRecord], by_key: Mapping[Key, CallRecord]
 ) -> float | None:
     repeated = 0
     prompts = 0

@@ -10,7 +10,7 @@ from typing import IO, Literal
 
 import msgspec
 
-from loadtest.client.records import ClientReport, RequestRecord
+from loadtest.client.records import CallRecord, ClientReport
 from loadtest.metrics.summary import Summary
 from loadtest.metrics.turns import TurnFigures
 from loadtest.results.page import write_whole
@@ -52,7 +52,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     search: list[SearchPoint] = []
     turns: list[TurnFigures] = []  # of agents
     clients: list[ClientReport]
-    records: list[RequestRecord]
+    records: list[CallRecord]
 
 
 def check_unused(folder: Path, *, resume: bool = False) -> None:
@@ -109,7 +109,7 @@ class Journal:
         self._header = _Header(digest=digest, server=server)
         self._stream: IO[bytes] | None = None
 
-    def load(self) -> list[RequestRecord]:
+    def load(self) -> list[CallRecord]:
         """Return the records of an interrupted run; empty if there is none.
 
         Raises:
@@ -129,9 +129,9 @@ class Journal:
                 "repeat the same command, or start again without --resume"
             )
         # The text after the last line break is an incomplete record.
-        return [msgspec.json.decode(line, type=RequestRecord) for line in lines[1:-1]]
+        return [msgspec.json.decode(line, type=CallRecord) for line in lines[1:-1]]
 
-    def begin(self, kept: list[RequestRecord]) -> None:
+    def begin(self, kept: list[CallRecord]) -> None:
         """Create the file with these records."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._stream = self._file.open("wb")
@@ -139,7 +139,7 @@ class Journal:
         for record in kept:
             self.add(record)
 
-    def add(self, record: RequestRecord) -> None:
+    def add(self, record: CallRecord) -> None:
         """Append a record, and flush it to the operating system."""
         if self._stream is not None:
             self._stream.write(msgspec.json.encode(record) + b"\n")

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.client.records import RequestRecord
+from loadtest.client.records import CallRecord
 from loadtest.metrics import request_figures as figures
-from loadtest.metrics.summary import Slo
+from loadtest.metrics.summary import LatencyGoals
 
 Line = tuple[list[float], list[float | None]]
 
@@ -19,7 +19,7 @@ _MIN_BIN_S = 1.0
 CDFS = ("ttft_s", "second_token_s", "itl_s", "tpot_s", "e2e_s")
 
 
-def cdf(records: Sequence[RequestRecord], name: str) -> Line:
+def cdf(records: Sequence[CallRecord], name: str) -> Line:
     """Return the cumulative distribution of a figure: (values, shares from 0 to 1)."""
     if name == "itl_s":
         values = np.concatenate([figures.gaps_s(record) for record in records] or [np.empty(0)])
@@ -33,7 +33,7 @@ def cdf(records: Sequence[RequestRecord], name: str) -> Line:
 
 
 def latency_over_time(
-    records: Sequence[RequestRecord],
+    records: Sequence[CallRecord],
 ) -> tuple[list[float], list[list[float | None]]]:
     """Return (times, [TTFT, longest ITL, 0 if failed]) of each request by its intended send.
 
@@ -51,7 +51,7 @@ def latency_over_time(
 
 
 def rates_over_time(
-    records: Sequence[RequestRecord], slo: Slo
+    records: Sequence[CallRecord], slo: LatencyGoals
 ) -> tuple[list[float], list[list[float | None]]]:
     """Return bin centres and, per bin, chunks/s, running requests, sent/s and good/s."""
     end_s = max((record.ended_s for record in records), default=0.0)
@@ -73,7 +73,7 @@ def rates_over_time(
     return _rounded((edges[1:] + edges[:-1]) / 2), [list(_rounded(line)) for line in lines]
 
 
-def slowest(records: Sequence[RequestRecord], count: int = 20) -> list[RequestRecord]:
+def slowest(records: Sequence[CallRecord], count: int = 20) -> list[CallRecord]:
     """Return the requests with the largest TTFT, then failed ones."""
     failed = [record for record in records if record.end not in ("ok", "aborted")]
     answered = [record for record in records if record.end == "ok"]

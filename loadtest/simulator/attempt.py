@@ -21,7 +21,7 @@ from kvtransfer.receiver import HandoffReceiver
 from kvtransfer.sender import HandoffSender
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.network import CONTROL_NS, Network
-from loadtest.simulator.prefix_pull import PrefixPull
+from loadtest.simulator.prefix_pull import SimulatedPull
 from loadtest.simulator.records import HASH_SEED, Record
 from loadtest.simulator.worker import LAYER_GROUPS, SimulatedWorker
 
@@ -122,7 +122,7 @@ class Attempt:
         if not links:
             submit()
             return
-        PrefixPull(
+        SimulatedPull(
             self.record,
             worker,
             links,
@@ -225,13 +225,13 @@ class Attempt:
     def _perform(self, actions: list[receiver.Action]) -> None:
         for action in actions:
             match action:
-                case receiver.Open():
+                case receiver.OpenStream():
                     self._open(action)
-                case receiver.Bind():
+                case receiver.BindPages():
                     self._send_generation(Scheduler.bind, action.generation)
                 case receiver.Pull():
                     self._pull(action)
-                case receiver.Commit():
+                case receiver.CommitKv():
                     self._commit(action.generation)
                 case receiver.CloseStream():
                     self._close(action.release, CONTROL_NS)
@@ -261,7 +261,7 @@ class Attempt:
             lambda scheduler: scheduler.commit(self._id, generation, first, self._clock.now_ns)
         )
 
-    def _open(self, opened: receiver.Open) -> None:
+    def _open(self, opened: receiver.OpenStream) -> None:
         prefill = self.prefill
         if prefill is None:
             return
@@ -269,7 +269,7 @@ class Attempt:
         stream = self._streams
         self._clock.after(CONTROL_NS, partial(self._opened, opened, prefill, stream))
 
-    def _opened(self, opened: receiver.Open, prefill: SimulatedWorker, stream: int) -> None:
+    def _opened(self, opened: receiver.OpenStream, prefill: SimulatedWorker, stream: int) -> None:
         if self.over or stream != self._streams:
             return
         if not prefill.alive:

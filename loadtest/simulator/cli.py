@@ -19,12 +19,12 @@ from loadtest.commands.options import echo, with_options
 from loadtest.commands.running import INTERRUPTED, ended_by_signals
 from loadtest.reasons import file_reason
 from loadtest.simulator.network import LINKS
-from loadtest.simulator.planning import Decided
+from loadtest.simulator.planning import TimedDecision
 from loadtest.simulator.policies import FLEET, POLICIES
 from loadtest.simulator.report import (
     GOODPUT_NOTES,
-    Figures,
-    Slo,
+    SimulationFigures,
+    SimulationSlo,
     as_json,
     figures,
     goodput_table,
@@ -104,8 +104,8 @@ def simulate(
         requests = shifting(requests)
     if in_days:
         requests = days(requests, in_days)
-    slo = Slo(ttft_s=ttft_s, tpot_s=tpot_s)
-    results: dict[str, Figures] = {}
+    slo = SimulationSlo(ttft_s=ttft_s, tpot_s=tpot_s)
+    results: dict[str, SimulationFigures] = {}
     written: list[bytes] = []
     for name in [*POLICIES, FLEET] if policy == ALL else [policy]:
         fleet = replace(setup, policy=name, slo=limits, timing=TIMINGS[worker], link=LINKS[link])
@@ -146,7 +146,7 @@ def _limits(ttft_s: float | None, itl_s: float | None, setup: Setup) -> RequestS
     return RequestSlo(ttft_s=ttft_s, itl_s=itl_s)
 
 
-def _show(results: dict[str, Figures], slo: Slo, *, with_goodput: bool) -> None:
+def _show(results: dict[str, SimulationFigures], slo: SimulationSlo, *, with_goodput: bool) -> None:
     Console().print(table(results))
     Console().print(legend(table_notes(slo)), highlight=False)
     if with_goodput:
@@ -157,8 +157,8 @@ def _show(results: dict[str, Figures], slo: Slo, *, with_goodput: bool) -> None:
 def replay(trace: Path, setup: Setup, limit: int | None = None, *, as_json: bool = False) -> None:
     """Print what the planner does with a trace, and the goodput beside that of the fixed split."""
     requests = _requests(trace, limit, "--replay")
-    results: dict[str, Figures] = {}
-    decisions: list[Decided] = []
+    results: dict[str, SimulationFigures] = {}
+    decisions: list[TimedDecision] = []
     plans: tuple[Plan, ...] = ("auto", "fixed")
     for plan in plans:
         name = f"{plan} from {setup.prefill_workers} + {setup.decode_workers}"
@@ -166,7 +166,7 @@ def replay(trace: Path, setup: Setup, limit: int | None = None, *, as_json: bool
         if simulation.left_out:  # its figures could not be compared
             echo("interrupted")
             raise typer.Exit(INTERRUPTED)
-        results[name] = figures(simulation, ended, Slo())
+        results[name] = figures(simulation, ended, SimulationSlo())
         if simulation.planner is not None:
             decisions = simulation.planner.decisions
     if as_json:

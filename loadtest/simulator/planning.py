@@ -12,12 +12,12 @@ from baton.types.slo import Slo
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.router import SimulatedRouter
 from loadtest.simulator.table import SimulatedTable
-from router.routing.workers.table import Slot
+from router.routing.workers.table import WorkerSlot
 
 PLAN_NS = 2_000_000_000
 
 
-class Decided(msgspec.Struct, frozen=True, kw_only=True):
+class TimedDecision(msgspec.Struct, frozen=True, kw_only=True):
     """A decision, and when it was taken."""
 
     at_s: float
@@ -40,7 +40,7 @@ class SimulatedPlanner:
         is_busy: Callable[[], bool],
         size_planner: SizePlanner | None = None,
     ) -> None:
-        self.decisions: list[Decided] = []
+        self.decisions: list[TimedDecision] = []
         self._planner = Planner(slo, size_planner)
         self._sizes = sizes
         self._resize = resize
@@ -67,13 +67,13 @@ class SimulatedPlanner:
         now_ns = self._clock.now_ns
         self._observe()
         decision = self._planner.decide(now_ns, self._sizes())
-        self.decisions.append(Decided(at_s=now_ns / 1e9, decision=decision))
+        self.decisions.append(TimedDecision(at_s=now_ns / 1e9, decision=decision))
         if isinstance(decision, RoleChange):
             self._turn(decision.worker_id, decision.role)
         elif isinstance(decision, Resize):
             self._resize(decision.sizes)
         self._clock.after(PLAN_NS, self._plan)
 
-    def _state(self, slot: Slot) -> WorkerState:
+    def _state(self, slot: WorkerSlot) -> WorkerState:
         status = self._table.worker(slot.worker_id).status()
         return state_of(slot.worker_id, slot.role, status, self._max_streams)

@@ -156,7 +156,7 @@ class _Link:
             self._on_end()
 
 
-class PrefixPull:
+class SimulatedPull:
     """Pulls of one request, one source after the other.
 
     ``links`` has the sources and their numbers of leading blocks, in order. ``on_end`` is called at

@@ -16,7 +16,7 @@ from baton.planner.state import Resize, RoleChange
 from loadtest.metrics.summary import Distribution
 from loadtest.percent import percent
 from loadtest.simulator.goodput import Goodput, goodput
-from loadtest.simulator.planning import Decided
+from loadtest.simulator.planning import TimedDecision
 from loadtest.simulator.records import Record
 from loadtest.simulator.simulation import Simulation
 from loadtest.workloads.traces import TraceRequest
@@ -24,7 +24,7 @@ from loadtest.workloads.traces import TraceRequest
 _Run = TypeVar("_Run")
 
 
-class Slo(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationSlo(msgspec.Struct, frozen=True, kw_only=True):
     """Limits that a good request must meet."""
 
     ttft_s: float = 10.0
@@ -39,7 +39,7 @@ def _seconds(values_ns: Sequence[float]) -> Distribution:
     return Distribution(**rounded)
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of one run. Shares are between 0 and 1.
 
     Attributes:
@@ -92,7 +92,9 @@ def bound_share(trace: Sequence[TraceRequest]) -> float:
     return found / total if total else 0.0
 
 
-def figures(simulation: Simulation, trace: Sequence[TraceRequest], slo: Slo) -> Figures:
+def figures(
+    simulation: Simulation, trace: Sequence[TraceRequest], slo: SimulationSlo
+) -> SimulationFigures:
     """Compute the figures of a finished simulation."""
     setup = simulation.setup
     records = simulation.records
@@ -111,7 +113,7 @@ def figures(simulation: Simulation, trace: Sequence[TraceRequest], slo: Slo) -> 
     blocks = sum(record.blocks for record in records)
     found = sum(record.cached_tokens // setup.block_tokens for record in records)
     lives = simulation.lives
-    return Figures(
+    return SimulationFigures(
         requests=len(records),
         answered=len(answered),
         errors=dict(sorted(Counter(r.error for r in records if r.error).items())),
@@ -181,7 +183,7 @@ def _max_to_mean_work(simulation: Simulation) -> float:
     return max(work.values()) / mean if mean else 0.0
 
 
-def as_json(simulation: Simulation, result: Figures, slo: Slo) -> bytes:
+def as_json(simulation: Simulation, result: SimulationFigures, slo: SimulationSlo) -> bytes:
     """Return setup and figures as JSON, the same bytes for the same run."""
     setup = simulation.setup
     described = {each.name: getattr(setup, each.name) for each in fields(setup)}
@@ -206,9 +208,9 @@ def as_json(simulation: Simulation, result: Figures, slo: Slo) -> bytes:
     return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
 
 
-def table(results: dict[str, Figures]) -> Table:
+def table(results: dict[str, SimulationFigures]) -> Table:
     """Return a table with one column per run, which reads at 80 columns."""
-    rows: dict[str, Callable[[Figures], str]] = {
+    rows: dict[str, Callable[[SimulationFigures], str]] = {
         "hit": lambda one: percent(one.hit_share),
         "pulled": lambda one: percent(one.pulled_share),
         "bound": lambda one: percent(one.bound_share),
@@ -226,7 +228,7 @@ def table(results: dict[str, Figures]) -> Table:
     return _by_run("simulated: virtual time, no model ran", results, rows)
 
 
-def table_notes(slo: Slo) -> dict[str, str]:
+def table_notes(slo: SimulationSlo) -> dict[str, str]:
     """Return explanations of the rows of `table`."""
     return {
         "hit": "share of prompt blocks that were cached at the worker that computed the prompt",
@@ -261,7 +263,7 @@ def legend(notes: Mapping[str, str]) -> str:
     return "\n".join(f"{name} = {meaning}" for name, meaning in notes.items())
 
 
-def goodput_table(results: dict[str, Figures]) -> Table:
+def goodput_table(results: dict[str, SimulationFigures]) -> Table:
     """Return a table with one column per run of a fleet that has limits of latency."""
     found = {name: one.goodput for name, one in results.items() if one.goodput is not None}
     rows: dict[str, Callable[[Goodput], str]] = {
@@ -294,7 +296,7 @@ def _by_run(
     return shown
 
 
-def turns_table(decisions: Sequence[Decided]) -> Table:
+def turns_table(decisions: Sequence[TimedDecision]) -> Table:
     """Return a table with one row per change of a role or of the sizes."""
     shown = Table(title="decisions, simulated", title_justify="left")
     for column in ("at", "from", "to", "reason", "figures"):

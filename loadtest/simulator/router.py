@@ -29,7 +29,7 @@ from loadtest.simulator.worker import SimulatedWorker, WorkerListener
 from router.request import GenerationRequest
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
-from router.routing.admission.slo_gate import SloGate, Verdict
+from router.routing.admission.slo_gate import SloDecision, SloGate
 from router.routing.peers.work_counter import WorkCounter
 from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.cost import WorkerLoad
@@ -39,7 +39,7 @@ from router.routing.placement.prefix_sources import Source
 from router.routing.placement.worker_load import Reports, load_of, loads_of
 from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
 from router.routing.requests.tickets import Tickets
-from router.routing.workers.table import Slot
+from router.routing.workers.table import WorkerSlot
 from router.settings import RouterSettings
 
 _LATE_NS = 100_000_000  # between two questions for the lane of late requests
@@ -110,7 +110,7 @@ class SimulatedRouter(WorkerListener):
         self._sequences: defaultdict[bytes, int] = defaultdict(int)
         self._placed = 0
 
-    def _hashes_of(self, request: GenerationRequest, slots: Sequence[Slot]) -> list[bytes]:
+    def _hashes_of(self, request: GenerationRequest, slots: Sequence[WorkerSlot]) -> list[bytes]:
         return self.records[request.request_id].hashes
 
     def submit(self, record: Record) -> None:
@@ -189,7 +189,7 @@ class SimulatedRouter(WorkerListener):
             now_ns=now_ns,
             caller=record.id,
         )
-        if verdict is Verdict.PLACE:
+        if verdict is SloDecision.PLACE:
             if self._late.pop(record.id, None) is not None:
                 self._admission.resume(entry)
             record.predicted_step_s = prediction.step_s
@@ -199,7 +199,7 @@ class SimulatedRouter(WorkerListener):
             self._admission.withdraw(entry)
             self._late[record.id] = entry
             self._ask_late_soon()
-        if verdict is Verdict.REFUSE:
+        if verdict is SloDecision.REFUSE:
             self._refuse(record, self._gate.retry_after_s(prediction, workers, now_ns, record.id))
         return False
 

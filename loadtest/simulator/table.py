@@ -10,7 +10,7 @@ from baton.registry.types import Role, WorkerRecord
 from baton.wire.compatibility import own_wire
 from loadtest.simulator.worker import SimulatedWorker
 from router.routing.workers.link import WorkerLink
-from router.routing.workers.table import Slot
+from router.routing.workers.table import WorkerSlot
 
 
 class NoListener:
@@ -57,14 +57,14 @@ class SimulatedTable:
 
     def __init__(self, advertised: Capabilities) -> None:
         self._advertised = advertised
-        self._slots: dict[str, Slot] = {}
+        self._slots: dict[str, WorkerSlot] = {}
         self._live: dict[str, SimulatedWorker] = {}
-        self.usable: list[Slot] = []
+        self.usable: list[WorkerSlot] = []
 
-    def __iter__(self) -> Iterator[Slot]:
+    def __iter__(self) -> Iterator[WorkerSlot]:
         return iter(self._slots.values())
 
-    def get(self, worker_id: str) -> Slot | None:
+    def get(self, worker_id: str) -> WorkerSlot | None:
         """Return a worker's slot."""
         return self._slots.get(worker_id)
 
@@ -76,7 +76,7 @@ class SimulatedTable:
         slot = self._slots.get(worker.worker_id)
         if slot is None:
             record = WorkerRecord(worker_id=worker.worker_id, role=role, state="ready", epoch=1)
-            slot = self._slots[worker.worker_id] = Slot(record)
+            slot = self._slots[worker.worker_id] = WorkerSlot(record)
         link = WorkerLink(worker.worker_id, "", NoListener(), Hello())
         link.capabilities = self._advertised
         link.status = worker.status()
@@ -122,6 +122,6 @@ class SimulatedTable:
         """Return a live worker by id."""
         return self._live[worker_id]
 
-    def of_role(self, role: str) -> list[Slot]:
+    def of_role(self, role: str) -> list[WorkerSlot]:
         """Return the slots of a role that accept new requests."""
         return [slot for slot in self.usable if slot.role == role]

@@ -19,7 +19,7 @@ from baton.engine.core.plan import SampleSpec, StepPlan
 from baton.engine.core.scheduler import Scheduler, SchedulerConfig
 from baton.engine.core.sequence import EngineRequest, TokenSequence
 from baton.engine.core.tiers.places import TierPlaces
-from baton.engine.core.tiers.tiers import POOL, Copied, Copy
+from baton.engine.core.tiers.tiers import POOL, Copied, TierCopy
 from baton.engine.emulated import EmulatedAdapters
 from baton.engine.emulated_timing import WorkerTiming
 from baton.engine.process.step_rates import StepRates
@@ -233,7 +233,7 @@ class SimulatedWorker:
             self._copier_free_ns = end_ns
             self._clock.at(end_ns, partial(self._copied, copy))
 
-    def _copied(self, copy: Copy) -> None:
+    def _copied(self, copy: TierCopy) -> None:
         if not self.alive:
             return
         done = Copied(copy.number, "done", self._copy_ns)

@@ -12,7 +12,7 @@ from router.lanes.routes import Route, route
 from router.routing.reports.request_reports import report_of
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
-from router.routing.workers.table import Slot
+from router.routing.workers.table import WorkerSlot
 from router.served_model import not_served
 
 
@@ -151,7 +151,7 @@ class LaneTable:
         raise InvalidRequestError.at(param, f"must be one of {names} (got {name[:200]!r})")
 
     @property
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[WorkerSlot]:
         """Workers of all lanes; their ids differ."""
         return [slot for lane in self._lanes for slot in lane.gateway.workers]
 

@@ -14,7 +14,7 @@ import msgspec
 from baton.registry.json_file import keep
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.tenants.key_record import KeyRecord, encoded
-from baton.tenants.shared_keys import MAX_KEYS, Change, SharedKeys, Summary
+from baton.tenants.shared_keys import MAX_KEYS, Change, KeysSummary, SharedKeys
 from router.synced_table import TRIES, SyncedTable
 from router.tenants.key_table import IssuedKey, KeyTable
 
@@ -233,7 +233,7 @@ class KeyExchange(SyncedTable):
             self.table.used = days | self.table.used
             raise
 
-    async def _compare(self, summary: Summary) -> None:
+    async def _compare(self, summary: KeysSummary) -> None:
         table = self.table
         newer = await self._read_changed(summary)
         if newer is None:
@@ -247,7 +247,7 @@ class KeyExchange(SyncedTable):
             table.use_again()
             await self._shared.put(newer)  # the next comparison repeats what failed
 
-    async def _read_changed(self, summary: Summary) -> list[Change] | None:
+    async def _read_changed(self, summary: KeysSummary) -> list[Change] | None:
         """Read what changed since the last comparison; None if that leaves a difference."""
         if self._seen is None:
             return None
@@ -257,7 +257,7 @@ class KeyExchange(SyncedTable):
         newer = self.table.merge(await self._shared.some(changed))
         return newer if len(self.table) == summary.total else None
 
-    async def _read_all(self, summary: Summary) -> list[Change]:
+    async def _read_all(self, summary: KeysSummary) -> list[Change]:
         """Read the table in Redis, and return what it lacks."""
         newer: list[Change] = []
         there: set[str] = set()

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from baton.types.errors import BatonError
 from router.request import GenerationRequest
-from router.tenants.quota import Reservation
+from router.tenants.quota import QuotaReservation
 
 
 class MeteredRequest(Protocol):
@@ -33,7 +33,7 @@ class MeteredCall(Protocol):
     key_id: str
     model: str
     requests: Sequence[GenerationRequest]
-    reservation: Reservation | None
+    reservation: QuotaReservation | None
     status: int
     error: BatonError | None
 

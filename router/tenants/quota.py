@@ -28,7 +28,7 @@ _IDLE_PER_ROUND = 100  # so that a round has at most this many of them
 
 
 @dataclass(slots=True, eq=False)
-class Reservation:
+class QuotaReservation:
     """Part of a tenant's limits that one call has.
 
     Attributes:
@@ -47,7 +47,7 @@ class Reservation:
 class Taken:
     """The call may run."""
 
-    reservation: Reservation
+    reservation: QuotaReservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class Quotas:
         return Wait(wait_ns, lease.kind, lease.limit, asks=not spent_up)
 
     def settle(
-        self, reservation: Reservation, prompt_tokens: int, answered: int, now_ns: int
+        self, reservation: QuotaReservation, prompt_tokens: int, answered: int, now_ns: int
     ) -> None:
         """Correct a reservation by the usage of its call, which has ended.
 
@@ -325,7 +325,9 @@ class Quotas:
     def _limit(self, lease: Lease) -> int:
         return max(lease.limit // self.routers, 1) if self.routers else lease.limit
 
-    def _spend(self, state: TenantLeases, tokens: int, choices: int, now_ns: int) -> Reservation:
+    def _spend(
+        self, state: TenantLeases, tokens: int, choices: int, now_ns: int
+    ) -> QuotaReservation:
         bank_ms = state.bank_ms(now_ns)
         slots = []
         for lease in state.leases.values():
@@ -339,7 +341,7 @@ class Quotas:
                 slot_ms, counted = KINDS[lease.kind]
                 lease.reset_ns = now_ns + ((slot + counted) * slot_ms - bank_ms) * _MS
         state.open += 1
-        return Reservation(state, tokens, choices, slots)
+        return QuotaReservation(state, tokens, choices, slots)
 
     @property
     def _idle_ms(self) -> int:

@@ -17,7 +17,7 @@ from baton.types.errors import (
     RateLimitError,
 )
 from router.tenants.metered_call import MeteredCall
-from router.tenants.quota import EXCHANGE_NS, Never, Quotas, Reservation, Taken, Wait
+from router.tenants.quota import EXCHANGE_NS, Never, QuotaReservation, Quotas, Taken, Wait
 
 _LOG = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class QuotaFeed:
 
     async def reserve(
         self, tenant: str, prompt_tokens: int, choices: int, answer_tokens: int
-    ) -> Reservation | None:
+    ) -> QuotaReservation | None:
         """Reserve what a call is expected to use; see `Quotas.take`.
 
         Only a call that needs more than this router has leased waits, for one exchange. If other

@@ -6,7 +6,7 @@ import socket
 import msgspec
 import pytest
 
-from fleet.pools.checks.findings import Cell, Clock, Edge, NodeReport, judged
+from fleet.pools.checks.findings import Cell, Clock, MeasuredEdge, NodeReport, judged
 from fleet.pools.checks.probe import NodeProbe
 
 FLEET = '{"pools": {"prefill": 1, "decode": 1, "engine": "emulated"}, "redis": "%s"}'
@@ -19,7 +19,7 @@ def report(**cells: str) -> NodeReport:
 def test_three_nodes_that_are_alike_have_no_problem() -> None:
     alike = {name: report(baton="0.1.0 (aa)", model="beef") for name in ("head", "n1", "n2")}
     clocks = {name: Clock(ahead_s=0.01, within_s=0.002) for name in alike}
-    edges = [Edge(source="n1", target="n2", bytes_per_s=9e8)]
+    edges = [MeasuredEdge(source="n1", target="n2", bytes_per_s=9e8)]
     found = judged(alike, clocks, edges)
     assert found.problems == []
     assert found.nodes == ["head", "n1", "n2"]
@@ -45,13 +45,15 @@ def test_a_clock_is_wrong_where_that_is_certain(ahead_s: int, within_s: float, w
 
 
 def test_a_slow_edge_is_found_by_the_others_and_by_what_is_of_any_use() -> None:
-    edges = [Edge(source="n1", target=f"n{n}", bytes_per_s=8e8) for n in range(2, 5)]
-    edges += [Edge(source="n2", target="n1", bytes_per_s=6e7)]
+    edges = [MeasuredEdge(source="n1", target=f"n{n}", bytes_per_s=8e8) for n in range(2, 5)]
+    edges += [MeasuredEdge(source="n2", target="n1", bytes_per_s=6e7)]
     (problem,) = judged({}, {}, edges).problems
     assert problem.startswith("n2 to n1: 60.0 MB/s, below 80 MB/s")
-    (problem,) = judged({}, {}, [Edge(source="a", target="b", bytes_per_s=6e5)]).problems
+    (problem,) = judged({}, {}, [MeasuredEdge(source="a", target="b", bytes_per_s=6e5)]).problems
     assert "0.6 MB/s" in problem
-    (problem,) = judged({}, {}, [Edge(source="a", target="b", problem="b:1 refused")]).problems
+    (problem,) = judged(
+        {}, {}, [MeasuredEdge(source="a", target="b", problem="b:1 refused")]
+    ).problems
     assert problem == "a to b: b:1 refused"
 
 
@@ -63,13 +65,15 @@ async def test_a_probe_reports_its_node_and_measures_what_comes_through() -> Non
     assert len(said.cells["model"].text) == 12
     assert "Redis" in said.cells["redis"].problem
     port = await probe.listen()
-    edge = msgspec.msgpack.decode(await probe.measure("n1", "n2", "127.0.0.1", port), type=Edge)
+    edge = msgspec.msgpack.decode(
+        await probe.measure("n1", "n2", "127.0.0.1", port), type=MeasuredEdge
+    )
     assert edge.bytes_per_s > 1e7 and not edge.problem
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         closed = held.getsockname()[1]
         raw = await probe.measure("n1", "n2", "127.0.0.1", closed)
-    assert "cannot connect to" in msgspec.msgpack.decode(raw, type=Edge).problem
+    assert "cannot connect to" in msgspec.msgpack.decode(raw, type=MeasuredEdge).problem
     assert await probe.reaches("127.0.0.1", port) == ""
     await asyncio.sleep(0.1)  # for who took that to see its end
     await probe.close()
@@ -83,6 +87,8 @@ async def test_one_that_hangs_up_is_no_fast_edge() -> None:
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     probe = NodeProbe(FLEET % "embedded", "127.0.0.1")
-    edge = msgspec.msgpack.decode(await probe.measure("a", "b", "127.0.0.1", port), type=Edge)
+    edge = msgspec.msgpack.decode(
+        await probe.measure("a", "b", "127.0.0.1", port), type=MeasuredEdge
+    )
     assert edge.problem
     server.close()

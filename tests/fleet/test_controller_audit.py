@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from baton.registry.admin_commands import Order
-from fleet.pools.admin_commands import OrderDesk
+from baton.registry.admin_commands import AdminCommand
+from fleet.pools.admin_commands import CommandDesk
 from fleet.pools.ray_controller import ControllerActor
 from tests.fleet.test_ray_controller import controller
 
@@ -30,9 +30,11 @@ async def test_commands_are_entries_with_their_caller_and_what_changed(
         ("scale", {"roles": "never"}),
     ]
     for number, (verb, given) in enumerate(arguments):
-        order = Order(f"t{number}", verb, (), given, who="key 7k2m9x4qp1zc", source="10.0.0.1")
+        order = AdminCommand(
+            f"t{number}", verb, (), given, who="key 7k2m9x4qp1zc", source="10.0.0.1"
+        )
         await controller._execute(order)
-    await controller._execute(Order("t9", "drain", ("worker-0",)))
+    await controller._execute(AdminCommand("t9", "drain", ("worker-0",)))
     by_key = {"who": "key 7k2m9x4qp1zc", "from": "10.0.0.1", "verb": "scale", "what": ""}
     auto = {"roles": "auto", "arguments": {"roles": "auto"}}
     never = {
@@ -54,10 +56,10 @@ async def test_turns_of_the_planner_are_entries_with_their_reason(
 ) -> None:
     refusals = ["it is no longer ready", ""]
 
-    async def change_role(_desk: OrderDesk, _worker_id: str, _role: str) -> str:
+    async def change_role(_desk: CommandDesk, _worker_id: str, _role: str) -> str:
         return refusals.pop(0)
 
-    monkeypatch.setattr(OrderDesk, "change_role", change_role)
+    monkeypatch.setattr(CommandDesk, "change_role", change_role)
     planning = controller._desk.planning
     planning.reason = "decode is 2 x too slow"
     assert await planning._turn("worker-0", "decode") and not await entries(controller)
@@ -79,10 +81,10 @@ async def test_sizes_that_the_planner_chose_are_entries_with_their_reason(
 ) -> None:
     refusals = ["5 workers are outside of pools.auto: 1 to 4", ""]
 
-    async def resize(_desk: OrderDesk, _sizes: dict) -> str:
+    async def resize(_desk: CommandDesk, _sizes: dict) -> str:
         return refusals.pop(0)
 
-    monkeypatch.setattr(OrderDesk, "resize", resize)
+    monkeypatch.setattr(CommandDesk, "resize", resize)
     planning = controller._desk.planning
     planning.reason = "the load needs 1.90 + 0.20 workers"
     sizes = {"prefill": 2, "decode": 1}

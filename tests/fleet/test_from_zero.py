@@ -24,7 +24,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE
 from baton.config.clients import SloConfig
 from baton.config.fleet_file import FleetConfig, PoolsConfig
 from baton.config.pools import AutoPoolsConfig
-from baton.registry.admin_commands import Answer, Orders
+from baton.registry.admin_commands import AdminCommands, CommandReply
 from baton.registry.redis_store import Registry
 from baton.registry.router_demands import RouterDemand, RouterDemands
 from baton.registry.types import PromptSum, WorkDemand
@@ -233,11 +233,11 @@ def test_workers_without_room_are_demand_for_rays_autoscaler(
         def scale(decode: int) -> None:
             async def ask() -> None:
                 registry = Registry(redis.url, "nodes")
-                answer = await Orders(registry).ask(
+                answer = await AdminCommands(registry).ask(
                     "scale", arguments={"decode": decode}, timeout_s=20
                 )
                 await registry.close()
-                assert answer == Answer()
+                assert answer == CommandReply()
 
             asyncio.run(ask())
 

@@ -7,7 +7,7 @@ import pytest
 from baton.config.clients import SloConfig
 from baton.planner.state import Decision, Figures, Nothing, Resize, RoleChange, WorkerState
 from baton.registry.redis_store import RegistryUnavailableError
-from baton.registry.router_demands import Plan, RouterDemand, WorkDemand
+from baton.registry.router_demands import PlannedSizes, RouterDemand, WorkDemand
 from fleet.pools.planning import NO_LIMITS, RolePlanning
 
 FIGURES = Figures(
@@ -45,14 +45,14 @@ class Planner:
 class Demands:
     def __init__(self, *looks: dict[str, RouterDemand]) -> None:
         self.looks = list(looks)
-        self.plans: list[Plan] = []
+        self.plans: list[PlannedSizes] = []
 
     async def read(self) -> dict[str, RouterDemand]:
         if not self.looks:
             raise RegistryUnavailableError("away")
         return self.looks.pop(0)
 
-    async def report_plan(self, plan: Plan) -> None:
+    async def report_plan(self, plan: PlannedSizes) -> None:
         self.plans.append(plan)
 
 
@@ -149,10 +149,10 @@ async def test_the_routers_get_the_sizes_that_it_wants_also_in_hold() -> None:
         await planning.plan(planner)
     assert (turns, resized) == ([], [])
     assert demands.plans == [
-        Plan(prefill=2, decode=2, load=0.5),
-        Plan(prefill=2, decode=3, load=0.5),
-        Plan(prefill=1, decode=3, load=0.5),
-        Plan(prefill=1, decode=3, load=0.0),
+        PlannedSizes(prefill=2, decode=2, load=0.5),
+        PlannedSizes(prefill=2, decode=3, load=0.5),
+        PlannedSizes(prefill=1, decode=3, load=0.5),
+        PlannedSizes(prefill=1, decode=3, load=0.0),
     ]
 
 

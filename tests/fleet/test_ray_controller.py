@@ -20,7 +20,7 @@ from ray.exceptions import ActorUnschedulableError, NodeDiedError, RayActorError
 from baton.config.clients import SloConfig
 from baton.config.fleet_file import FleetConfig, PoolsConfig
 from baton.registry import wanted_sizes as wanted
-from baton.registry.admin_commands import Answer, Order
+from baton.registry.admin_commands import AdminCommand, CommandReply
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import WorkerRecord
 from baton.registry.workers import was_replaced
@@ -217,7 +217,7 @@ async def test_a_drain_while_the_life_is_placed_ends_the_placing(
     controller.placed.clear()
     await controller.run()
     await until(lambda: "worker-0" in controller._placing)
-    await controller._desk.execute(Order("token", "drain", ("worker-0",)))
+    await controller._desk.execute(AdminCommand("token", "drain", ("worker-0",)))
     await until(lambda: phase(controller) is Phase.PARKED)
     controller.placed.set()
     await until(lambda: phase(controller, "worker-1") is Phase.READY)
@@ -299,7 +299,7 @@ async def test_a_new_controller_plans_if_the_old_one_did(
     adopting(controller, monkeypatch)
     await controller.run()
     assert controller._desk.planning.auto
-    await controller._execute(Order("token", "scale", arguments={"roles": "hold"}))
+    await controller._execute(AdminCommand("token", "scale", arguments={"roles": "hold"}))
     assert not (await wanted.read(registry, controller._spec.digest)).auto
     await registry.close()
 
@@ -323,7 +323,7 @@ async def test_a_slow_worker_of_a_later_epoch_than_its_name_is_adopted_as_it_is(
     await until(lambda: controller._machine.slots["worker-0"].epoch == 3)
     await until(lambda: phase(controller) is Phase.READY)
     assert not slow.stopped.is_set()
-    await controller._desk.execute(Order("token", "drain", ("worker-0",)))
+    await controller._desk.execute(AdminCommand("token", "drain", ("worker-0",)))
     await until(lambda: phase(controller) is Phase.PARKED)
 
 
@@ -343,7 +343,7 @@ async def test_an_order_for_a_life_that_is_gone_has_an_end_and_the_end_of_anothe
     lost = controller._lives.get("worker-1")
     assert lost is not None
     controller._lives.remove("worker-1", lost)
-    await controller._desk.execute(Order("token", "drain", ("worker-1",)))
+    await controller._desk.execute(AdminCommand("token", "drain", ("worker-1",)))
     await until(lambda: phase(controller, "worker-1") is Phase.PARKED)
 
 
@@ -373,12 +373,16 @@ async def test_an_actor_that_the_controller_does_not_know_is_ended(
 async def test_roles_are_planned_as_an_operator_says(controller: ControllerActor) -> None:
     for mode in ("auto", "hold"):
         assert (
-            await controller._desk.execute(Order("token", "scale", arguments={"roles": mode}))
-            == Answer()
+            await controller._desk.execute(
+                AdminCommand("token", "scale", arguments={"roles": mode})
+            )
+            == CommandReply()
         )
-        shown = await controller._desk.execute(Order("token", "plan"))
+        shown = await controller._desk.execute(AdminCommand("token", "plan"))
         assert shown.data["mode"] == mode
-    refused = await controller._desk.execute(Order("token", "scale", arguments={"roles": "x"}))
+    refused = await controller._desk.execute(
+        AdminCommand("token", "scale", arguments={"roles": "x"})
+    )
     assert refused.problem == "roles cannot be 'x': use auto or hold"
 
 
@@ -440,7 +444,7 @@ async def test_a_drain_that_names_nobody_is_not_one_of_all(
     adopting(controller, monkeypatch)
     await controller.run()
     await until(lambda: phase(controller, "worker-1") is phase(controller) is Phase.READY)
-    answer = await controller._desk.execute(Order("token", "drain", ()))
+    answer = await controller._desk.execute(AdminCommand("token", "drain", ()))
     assert answer.problem.startswith("drain needs worker ids (workers: worker-0, worker-1)")
     assert phase(controller, "worker-1") is phase(controller) is Phase.READY
 
@@ -453,7 +457,7 @@ async def test_what_operators_asked_for_is_written_again_into_a_redis_that_lost_
     adopting(controller, monkeypatch)
     await controller.run()
     await until(lambda: phase(controller, "worker-1") is Phase.READY)
-    await controller._execute(Order("token", "drain", ("worker-1",)))
+    await controller._execute(AdminCommand("token", "drain", ("worker-1",)))
     registry = Registry(redis_server.url, "test")
     await registry.send(("FLUSHALL",))
 

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from baton.config.fleet_file import FleetConfig, PoolsConfig
-from baton.registry.admin_commands import Answer, Orders
+from baton.registry.admin_commands import AdminCommands, CommandReply
 from baton.registry.redis_store import Registry
 from baton.registry.types import WorkerRecord
 from fleet.local.local_pools import LocalPools
@@ -162,10 +162,10 @@ async def test_an_engine_that_dies_late_is_followed_in_the_same_process(fleet: R
 async def test_operators_drain_and_restart_through_redis(fleet: RayFleet) -> None:
     epoch = slot(fleet, "worker-0")["epoch"]
     registry = Registry(fleet.redis_url, "test")
-    orders = Orders(registry)
+    orders = AdminCommands(registry)
     refused = await orders.ask("drain", ["worker-9"])
     assert refused is not None and "no such worker: worker-9" in refused.problem
-    assert await orders.ask("drain", ["worker-0"]) == Answer()
+    assert await orders.ask("drain", ["worker-0"]) == CommandReply()
     wait_for(lambda: slot(fleet, "worker-0")["phase"] == "parked")
     async with asyncio.timeout(10):
         while (await registry.records())[0]["worker-0"].state != "dead":
@@ -175,10 +175,10 @@ async def test_operators_drain_and_restart_through_redis(fleet: RayFleet) -> Non
     assert refused is not None and "worker-1 is the only worker in use" in refused.problem
     assert slot(fleet, "worker-1")["phase"] == "ready"
 
-    assert await orders.ask("restart", ["worker-0"]) == Answer()
+    assert await orders.ask("restart", ["worker-0"]) == CommandReply()
     wait_ready(fleet, "worker-0", epoch + 1)
     decode_epoch = slot(fleet, "worker-1")["epoch"]
-    assert await orders.ask("roll") == Answer()
+    assert await orders.ask("roll") == CommandReply()
     wait_ready(fleet, "worker-0", epoch + 2)
     wait_ready(fleet, "worker-1", decode_epoch + 1)
     await registry.close()
@@ -188,12 +188,12 @@ async def test_a_pool_is_scaled_out_and_in_and_refused_where_it_does_not_fit(
     fleet: RayFleet,
 ) -> None:
     registry = Registry(fleet.redis_url, "test")
-    orders = Orders(registry)
+    orders = AdminCommands(registry)
     refused = await orders.ask("scale", arguments={"decode": 99}, timeout_s=10)
     assert refused is not None and "the cluster has room for" in refused.problem
-    assert await orders.ask("scale", arguments={"decode": 2}, timeout_s=10) == Answer()
+    assert await orders.ask("scale", arguments={"decode": 2}, timeout_s=10) == CommandReply()
     wait_ready(fleet, "worker-2", 1)
-    assert await orders.ask("scale", arguments={"decode": 1}, timeout_s=10) == Answer()
+    assert await orders.ask("scale", arguments={"decode": 1}, timeout_s=10) == CommandReply()
     wait_for(
         lambda: [s["worker_id"] for s in fleet.controller.status()] == ["worker-0", "worker-1"]
     )
@@ -205,7 +205,7 @@ async def test_a_pool_is_scaled_out_and_in_and_refused_where_it_does_not_fit(
 async def test_workers_turn_without_a_restart(fleet: RayFleet) -> None:
     """The role changes in both records; a crash, a new controller and an empty Redis keep it."""
     registry = Registry(fleet.redis_url, "test")
-    orders = Orders(registry)
+    orders = AdminCommands(registry)
     before = await record_of(fleet, "worker-0")
     answer = await orders.ask("scale", arguments={"prefill": 0, "decode": 2}, timeout_s=10)
     assert answer is not None and answer.data["turned"] == {"worker-0": "decode"}

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -56,6 +56,17 @@ def test_a_folder_of_one_or_two_modules_has_a_reason() -> None:
     folders = Counter(p.parent for p in modules().values() if p.name != "__init__.py")
     small = {str(f.relative_to(ROOT)) for f, n in folders.items() if n < MIN_MODULES}
     assert small == SMALL_FOLDERS.keys()
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, path in modules().items():
+        if not module.startswith("benchmarks"):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places[node.name].append(module)
+    assert len(places) > 700
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
 def test_no_file_is_longer_than_one_reads_in_one_go() -> None:

@@ -273,16 +273,16 @@ class Duo:
         scheduler = self.decode.core.scheduler
         for action in actions:
             match action:
-                case receiver.Open():
+                case receiver.OpenStream():
                     self.open(handover, action)
-                case receiver.Bind():
+                case receiver.BindPages():
                     self.tell(scheduler.bind, handover.name, action.generation)
                 case receiver.Pull():
                     handover.asked.extend(
                         (handover.intake.generation, handover.life, kv_slice, action.epoch)
                         for kv_slice in action.kv_slices
                     )
-                case receiver.Commit():
+                case receiver.CommitKv():
                     assert handover.first is not None
                     first = [handover.first]
                     generation = action.generation
@@ -309,7 +309,7 @@ class Duo:
         """Send a command to the decode engine."""
         self.commands.append(lambda: command(*arguments))
 
-    def open(self, handover: Handover, action: receiver.Open) -> None:
+    def open(self, handover: Handover, action: receiver.OpenStream) -> None:
         handover.opened += 1  # pulls go on: they do not hang on the control stream
         stream = handover.opened
         if handover.target_life != self.life:  # the address of a dead incarnation

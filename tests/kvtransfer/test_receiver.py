@@ -14,9 +14,9 @@ from kvtransfer.receiver import (
     AskForPeer,
     CloseStream,
     HandoffReceiver,
-    Load,
-    Loaded,
-    Open,
+    KvLoaded,
+    LoadKv,
+    OpenStream,
     Pull,
     ReceiverState,
 )
@@ -291,7 +291,7 @@ def loading() -> HandoffReceiver:
     machine = HandoffReceiver(GEOMETRY, 40)
     machine.reserved(1, 0, 0)
     machine.accepted(resumed=False, now_ns=0)
-    assert machine.handed_over() == [Load(1)]
+    assert machine.handed_over() == [LoadKv(1)]
     return machine
 
 
@@ -300,7 +300,7 @@ def test_what_the_engine_loads_by_itself_is_complete_without_a_pull() -> None:
     assert machine.commit_record(0, 0, 40, 0) == []  # it is about Baton's own transfers
     assert machine.tick(1 << 60) == []  # the engine's queue may be long
     assert machine.loaded(2) == []
-    assert machine.loaded(1) == [Loaded(), CloseStream(release=True)]
+    assert machine.loaded(1) == [KvLoaded(), CloseStream(release=True)]
     assert machine.state is ReceiverState.COMMITTED
     assert machine.load_failed(1, "late") == []
 
@@ -312,9 +312,9 @@ def test_a_load_that_fails_asks_for_another_peer(gone: bool) -> None:
     close, ask = machine.load_failed(1, "no KV")
     assert close == CloseStream(release=False)
     assert ask == AskForPeer("no KV", peer_died=gone)
-    assert machine.replaced(1) == [Open(1, 0)]
+    assert machine.replaced(1) == [OpenStream(1, 0)]
     machine.accepted(resumed=False, now_ns=2)
-    assert machine.handed_over() == [Load(1)]
+    assert machine.handed_over() == [LoadKv(1)]
 
 
 def test_a_cancelled_load_notifies_the_peer() -> None:

@@ -120,7 +120,7 @@ def hand_off(giving: Replica, taking: Replica, heads: int) -> dict[Cell, bytes]:
                     assert machine.frame_arrived(kv_slice, epoch)
                     said.update(move(kv_slice, giving, taking))
                     actions += machine.frame_stored(kv_slice, epoch, 0)
-            case receiver.Commit():
+            case receiver.CommitKv():
                 committed = True
             case receiver.AskForPeer(reason):
                 pytest.fail(reason)
@@ -184,14 +184,14 @@ def test_nothing_is_committed_before_the_last_edge_is_there(senders: int, receiv
                         else:
                             assert machine.frame_arrived(kv_slice, epoch)
                             actions += machine.frame_stored(kv_slice, epoch, 0)
-                case receiver.Commit():
+                case receiver.CommitKv():
                     pytest.fail(f"committed without {late}")
         assert held_back
         for kv_slice in held_back:
             assert machine.state is ReceiverState.PULLING
             assert machine.frame_arrived(kv_slice, machine.epoch)
             actions = machine.frame_stored(kv_slice, machine.epoch, 0)
-        assert receiver.Commit(1) in actions
+        assert receiver.CommitKv(1) in actions
 
 
 def test_a_commit_record_without_a_ranks_heads_is_not_believed() -> None:

@@ -23,7 +23,7 @@ from kvtransfer.hello import (
     prove_to_reader,
     prove_to_worker,
 )
-from kvtransfer.hello_gate import Gate
+from kvtransfer.hello_gate import HelloGate
 from kvtransfer.shared_memory import (
     GRANTED,
     MOST_LOANS,
@@ -109,7 +109,7 @@ async def lending(answer: Callable[[socket.socket], Awaitable[None]]) -> AsyncIt
         listener.listen()
         async with end.served() as peer:
             peer.offer(NAME).address = name
-            gate = Gate(listener, hello, serve, 5.0, tasks)
+            gate = HelloGate(listener, hello, serve, 5.0, tasks)
             async with tasks.beside(gate.run(), "accept"):
                 yield peer
             await tasks.close()

@@ -16,7 +16,7 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
 from kvtransfer.hello import GREETING, NONCE_BYTES, PROOF_BYTES, prove_to_reader
-from kvtransfer.hello_gate import Gate
+from kvtransfer.hello_gate import HelloGate
 from kvtransfer.kv_slice import MOST_FRAME_BYTES
 from kvtransfer.tcp import sending
 from kvtransfer.tcp.frames import (
@@ -269,7 +269,7 @@ async def test_a_length_that_no_frame_has_ends_the_connection() -> None:
             link.send(LENGTH.pack(MOST_FRAME_BYTES + 1))
 
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
-        accepting = Gate(server, hello, answer, 5.0, tasks).run()
+        accepting = HelloGate(server, hello, answer, 5.0, tasks).run()
         async with tasks.beside(accepting, "accept"), end.served() as peer:
             peer.offer(NAME).address = address_of(server.getsockname()[1])
             async with reading_end(NAME) as ours:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from loadtest.client.records import ServerOptions
 from loadtest.comparison import compare, unlike
-from loadtest.metrics.summary import Slo, summarise
+from loadtest.metrics.summary import LatencyGoals, summarise
 from loadtest.rate_search import RateSearch
 from loadtest.results.files import (
     Journal,
@@ -47,7 +47,7 @@ def results(**changes: object) -> Results:
         "parameters": {"rate": 1.0},
         "planned_requests": 2,
         "complete": True,
-        "summary": summarise(records, [client()], slo=Slo(ttft_s=2.0)),
+        "summary": summarise(records, [client()], slo=LatencyGoals(ttft_s=2.0)),
         "clients": [client()],
         "records": records,
     }
@@ -80,7 +80,7 @@ def test_the_report_stands_alone_and_lets_nothing_in(tmp_path):
 
 @pytest.mark.parametrize("records", [[], [record(end="connection", chunk_s=[])]])
 def test_a_run_without_an_answer_has_a_report_too(records):
-    empty = results(records=records, summary=summarise(records, [], slo=Slo()))
+    empty = results(records=records, summary=summarise(records, [], slo=LatencyGoals()))
     assert "Load test" in report(empty)
     show(Console(file=io.StringIO()), empty)
 
@@ -103,7 +103,9 @@ def test_the_table_says_what_happened_and_how_it_was_counted():
 def test_b_beside_a_with_an_interval_over_seeds():
     def scaled(factor: float, seed: int) -> Results:
         records = [record(chunk_s=[10 + factor, 10 + 2 * factor], ended_s=13.0)]
-        return results(records=records, summary=summarise(records, [], slo=Slo()), seed=seed)
+        return results(
+            records=records, summary=summarise(records, [], slo=LatencyGoals()), seed=seed
+        )
 
     a = [scaled(factor, seed) for seed, factor in enumerate((1.0, 2.0, 4.0))]
     b = [scaled(1.1 * factor, seed) for seed, factor in enumerate((1.0, 2.0, 4.0))]

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from loadtest.commands import drill
 from loadtest.drill.drills import DRILLS
-from loadtest.drill.verdict import Verdict
+from loadtest.drill.verdict import DrillOutcome
 from loadtest.results import tables
 from loadtest.simulator import report
 from loadtest.simulator.policies import FLEET, POLICIES
@@ -27,7 +27,7 @@ def printed(table: Table) -> str:
 
 @pytest.mark.parametrize("name", DRILLS)
 def test_drills(name: str) -> None:
-    verdict = Verdict(
+    verdict = DrillOutcome(
         drill=name,
         what_was_done="SIGSTOP of a-very-long-name-of-a-model-worker-12 (pid 1234567)",
         requests=25,

@@ -2,7 +2,7 @@
 
 import redis.asyncio
 
-from baton.registry.admin_commands import Answer, Orders
+from baton.registry.admin_commands import AdminCommands, CommandReply
 from baton.registry.lease import LEASE_S, FleetLease, LeaseHolder
 from baton.registry.redis_store import Registry
 from baton.registry.wanted_sizes import Wanted, forget, read, write
@@ -63,13 +63,13 @@ async def test_a_lease_that_nobody_can_read_is_nobodys(registry: Registry) -> No
 
 
 async def test_orders_go_to_the_controller_and_answers_come_back(registry: Registry) -> None:
-    orders = Orders(registry)
+    orders = AdminCommands(registry)
     assert await orders.ask("ping", timeout_s=0.1) is None, "nobody is there"
     await registry.send(("LPUSH", registry.key("orders"), b"\xc1garbage"))
     first = await orders.take()
     assert first is not None and (first.verb, first.arguments) == ("ping", {})
     assert await orders.take() is None, "what cannot be read is skipped"
-    await orders.answer(first, Answer(data={"x": [1, "two"]}))
+    await orders.answer(first, CommandReply(data={"x": [1, "two"]}))
     raw = (await registry.send(("GET", registry.key("answer", first.token))))[0]
     assert raw is not None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.registry.admin_commands import Answer, Orders
+from baton.registry.admin_commands import AdminCommands, CommandReply
 from baton.registry.kv_events import KvEventPublisher
 from baton.registry.lease import FleetLease, LeaseHolder
 from baton.registry.redis_store import Registry, RegistryUnavailableError
@@ -117,14 +117,14 @@ async def test_a_fleet_goes_on_with_the_replica_of_a_primary_that_was_killed(
     with watched.replica.client() as client:
         assert client.role()[0] == "master"
 
-    answered = Orders(worker)
+    answered = AdminCommands(worker)
 
     async def obey() -> None:
         while (order := await answered.take()) is None:
             await asyncio.sleep(0.02)
-        await answered.answer(order, Answer(data=order.verb))
+        await answered.answer(order, CommandReply(data=order.verb))
 
-    asked = Orders(router).ask("ping", timeout_s=LIMIT_S)
+    asked = AdminCommands(router).ask("ping", timeout_s=LIMIT_S)
     (answer, _) = await asyncio.gather(asked, obey())
     assert answer is not None and answer.data == "ping"
     await presence.stop()

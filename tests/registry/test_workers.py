@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from baton.registry import redis_store
-from baton.registry.admin_commands import Orders
+from baton.registry.admin_commands import AdminCommands
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import EventBatch, WorkerRecord
 from baton.registry.workers import (
@@ -246,7 +246,7 @@ async def test_a_loop_over_redis_hears_its_cancel_wherever_it_is(
 ) -> None:
     """redis-py loses a cancel that comes while it writes, where it has a timeout for that."""
     registry = Registry(redis_server.url, f"cancel-{steps}")
-    orders = Orders(registry)
+    orders = AdminCommands(registry)
 
     async def poll() -> None:
         while True:

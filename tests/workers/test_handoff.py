@@ -20,7 +20,7 @@ from baton.types.geometry import KvGeometry
 from baton.wire.fleet_token import token_metadata
 from baton.wire.grpc_options import open_channel
 from baton.wire.tokens import pack_tokens, unpack_tokens
-from decode_worker.handoff import Handoff
+from decode_worker.handoff import ReceivedHandoff
 from decode_worker.pacing import ReceivePacer
 from kvtransfer.kv_slice import FRAME_BYTES
 from tests.workers.harness import TOKEN, MiniRouter, WorkerProcess, routed, workers
@@ -95,7 +95,7 @@ async def test_a_long_prompt_whose_answer_is_one_token_is_no_stall(monkeypatch):
         pacer=ReceivePacer(0.0),
     )
     listener = Mock()
-    handoff = Handoff(submission, "d/a/1", parts, listener)
+    handoff = ReceivedHandoff(submission, "d/a/1", parts, listener)
     handoff.on_report(ev.Reserved("d/a/1", generation=1, skip_blocks=0))
     handoff.on_event(PrefillEvent(accepted=PrefillAccepted()))
     for block in range(25):

@@ -10,7 +10,7 @@ import pytest
 
 from decode_worker import service
 from decode_worker.frame_puller import FramePuller
-from decode_worker.handoff import Handoff
+from decode_worker.handoff import ReceivedHandoff
 from fleet.worker.worker import Worker
 from tests.workers.harness import (
     MiniRouter,
@@ -63,7 +63,7 @@ async def test_an_engine_that_dies_at_work_leaves_no_pool_mapped(pulls):
 
 
 def hand_offs() -> int:
-    return sum(type(one) in (Handoff, FramePuller) for one in gc.get_objects())
+    return sum(type(one) in (ReceivedHandoff, FramePuller) for one in gc.get_objects())
 
 
 async def test_hand_offs_leave_no_reference_cycles(monkeypatch):

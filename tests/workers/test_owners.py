@@ -13,7 +13,7 @@ from batonpb.prefill_pb2 import PrefillAccepted, PrefillEvent, Published, Renew
 from baton.types import events as ev
 from baton.types.geometry import KvGeometry
 from baton.wire.tokens import pack_tokens
-from decode_worker.handoff import Handoff
+from decode_worker.handoff import ReceivedHandoff
 from decode_worker.pacing import ReceivePacer
 from kvtransfer.edge import Edge
 from kvtransfer.kv_slice import FRAME_BYTES
@@ -24,7 +24,7 @@ GEOMETRY = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=64, d
 
 def handoff_with(
     peers: object, failures: list[str], pacer: ReceivePacer | None = None
-) -> tuple[Handoff, Mock]:
+) -> tuple[ReceivedHandoff, Mock]:
     parts = SimpleNamespace(
         engine=Mock(),
         pool=SimpleNamespace(geometry=GEOMETRY, parts=(), elsewhere=lambda _: ()),
@@ -37,7 +37,7 @@ def handoff_with(
     submission = pb.Submission(request_id="a", prompt_tokens=pack_tokens(range(40)))
     submission.sampling.max_tokens = 8
     listener = Mock()
-    handoff = Handoff(submission, "d/a/1", parts, listener)
+    handoff = ReceivedHandoff(submission, "d/a/1", parts, listener)
     handoff.on_report(ev.Reserved("d/a/1", generation=1, skip_blocks=0))
     return handoff, listener
 
@@ -109,7 +109,7 @@ def one_frame_at_a_time() -> ReceivePacer:
     return pacer
 
 
-def begin_pulling(handoff: Handoff) -> None:
+def begin_pulling(handoff: ReceivedHandoff) -> None:
     """All is published, in several frames."""
     handoff.on_event(PrefillEvent(accepted=PrefillAccepted()))
     published = Published(layer_count=4, block_begin=0, block_count=3, valid_tokens=40)

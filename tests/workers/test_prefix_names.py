@@ -47,7 +47,7 @@ class Client:
                     self.scheduler.submit(request, 1)
                 case messages.Cancel():
                     self.scheduler.cancel(command.request_id, command.choices, command.reason)
-                case messages.Drained():
+                case messages.PagesDrained():
                     self.scheduler.drained(command.request_id, command.generation)
         self.scheduler.plan(2)
         for event in self.scheduler.batch.take_events():

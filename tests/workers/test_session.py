@@ -14,7 +14,7 @@ from baton.types import events as ev
 from baton.types.params import SampledToken
 from baton.wire.tokens import pack_tokens, unpack_tokens
 from decode_worker.request import DecodeRequest
-from decode_worker.session import MAX_FRAME_BYTES, Report, RouterSession, StepCounter
+from decode_worker.session import MAX_FRAME_BYTES, LoadReport, RouterSession, StepCounter
 
 TOKENS = 100_000
 
@@ -85,7 +85,7 @@ async def test_a_worker_that_has_nothing_new_says_so_once_a_second() -> None:
 
     async def tick(number: int, content: bytes) -> None:
         status = common_pb2.WorkerStatus(load_age_ns=number)
-        session.report(Report(status=status, content=content), began_ns + number * tick_ns)
+        session.report(LoadReport(status=status, content=content), began_ns + number * tick_ns)
         await asyncio.sleep(0)
         session._taken_ns = min(session._taken_ns, began_ns + number * tick_ns)
 
@@ -103,7 +103,7 @@ async def test_a_worker_that_has_nothing_new_says_so_once_a_second() -> None:
     await tick(8, b"busy")
     assert taken[-1].HasField("status"), "a router waits for a load without what has ended"
     stream = session.connected()
-    session.report(Report(status=common_pb2.WorkerStatus(), content=b"busy"), began_ns)
+    session.report(LoadReport(status=common_pb2.WorkerStatus(), content=b"busy"), began_ns)
     assert session._frame.HasField("status"), "another stream knows nothing"
     reading.cancel()
 
@@ -118,7 +118,7 @@ def test_a_worker_without_work_says_so_and_then_only_answers() -> None:
         session._dirty.clear()
         session._frame = pb.WorkerFrame()
         session.report(
-            Report(status=common_pb2.WorkerStatus(), content=content, at_rest=at_rest), now_ns
+            LoadReport(status=common_pb2.WorkerStatus(), content=content, at_rest=at_rest), now_ns
         )
         if not session._dirty.is_set():
             return None

@@ -22,7 +22,7 @@ from baton.types.geometry import context_tokens
 _MAX_RESTORES = 4  # queued requests whose blocks are restored from tiers at once
 
 
-class Load(NamedTuple):
+class BatchLoad(NamedTuple):
     """Numbers of requests, and of prompt tokens to compute with their context.
 
     ``answering`` sequences decode. Those that will decode later have ``coming_context`` tokens.
@@ -99,7 +99,7 @@ class BatchState:
         """Return whether any request may yield rows, now or after blocks are restored."""
         return bool(self.running or self.queue or self.fetching or self.overtaking)
 
-    def load(self) -> Load:
+    def load(self) -> BatchLoad:
         """Return the current load."""
         running = {sequence.request.request_id for sequence in self.running} | self.held.keys()
         running |= {
@@ -122,7 +122,7 @@ class BatchState:
                 queued_tokens += end - begin
                 queued_context += context_tokens(begin, end)
                 coming_context += end
-        return Load(
+        return BatchLoad(
             len(running),
             len(waiting),
             queued_tokens,

@@ -11,7 +11,7 @@ from baton.engine.core.scheduler import Scheduler, SchedulerConfig
 from baton.engine.core.sequence import Kind
 from baton.engine.core.speculative.proposers import Speculation
 from baton.engine.core.tiers.places import TierPlaces
-from baton.engine.core.tiers.tiers import Copied, Copy, KvTiers
+from baton.engine.core.tiers.tiers import Copied, KvTiers, TierCopy
 from baton.telemetry.running_mean import RunningMean
 from baton.types import events as ev
 from baton.types.errors import NumericsError, TransferError
@@ -79,7 +79,7 @@ class EngineCore:
             self.scheduler.max_step_tokens,
         )
 
-    def take_copies(self, now_ns: int) -> list[Copy]:
+    def take_copies(self, now_ns: int) -> list[TierCopy]:
         """Return block copies to make; the caller reports each result to ``copied``."""
         self.tiers.give_up(now_ns)
         self.tiers.save(now_ns)

@@ -73,7 +73,7 @@ class AttentionTiling:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class QuerySpan:
     """Queries of one sequence: rows ``row ... row + count - 1`` at positions ``start ...``."""
 
     row: int
@@ -131,7 +131,7 @@ class _Write:
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class AttentionCalls:
     """Plan of one step: destinations of its K and V, and the calls for each distinct window."""
 
     writes: Sequence[_Write]
@@ -154,7 +154,7 @@ class Attention(Protocol):
     """Interface of attention over a paged pool."""
 
     def plan(
-        self, decodes: Sequence[Span], chunks: Sequence[Span], *, isolated: bool = False
+        self, decodes: Sequence[QuerySpan], chunks: Sequence[QuerySpan], *, isolated: bool = False
     ) -> Any:
         """Plan the calls of one step, for all layers."""
 
@@ -217,8 +217,8 @@ class PagedAttention:
     # --- planning, once per step ---------------------------------------------------------------
 
     def plan(
-        self, decodes: Sequence[Span], chunks: Sequence[Span], *, isolated: bool = False
-    ) -> Calls:
+        self, decodes: Sequence[QuerySpan], chunks: Sequence[QuerySpan], *, isolated: bool = False
+    ) -> AttentionCalls:
         """Plan the calls of one step.
 
         Args:
@@ -228,9 +228,9 @@ class PagedAttention:
         """
         self._isolated = isolated
         by_window = {w: self._calls(decodes, chunks, w) for w in set(self._windows)}
-        return Calls(self._writes(decodes, chunks), by_window)
+        return AttentionCalls(self._writes(decodes, chunks), by_window)
 
-    def _writes(self, decodes: Sequence[Span], chunks: Sequence[Span]) -> list[_Write]:
+    def _writes(self, decodes: Sequence[QuerySpan], chunks: Sequence[QuerySpan]) -> list[_Write]:
         size = self._block_tokens
         writes = []
         if decodes:
@@ -247,7 +247,7 @@ class PagedAttention:
         return writes
 
     def _calls(
-        self, decodes: Sequence[Span], chunks: Sequence[Span], window: int | None
+        self, decodes: Sequence[QuerySpan], chunks: Sequence[QuerySpan], window: int | None
     ) -> list[_Decode | _Chunk]:
         calls: list[_Decode | _Chunk] = []
         begin = 0
@@ -267,7 +267,7 @@ class PagedAttention:
         return self.tiling.keys(position), blocks[0]
 
     def _decode_calls(
-        self, spans: Sequence[Span], first_key: int, end_key: int, window: int | None
+        self, spans: Sequence[QuerySpan], first_key: int, end_key: int, window: int | None
     ) -> list[_Decode | _Chunk]:
         positions = torch.tensor([span.start for span in spans])
         mask = self._mask(positions, first_key, end_key, window)[:, None, None]
@@ -311,7 +311,7 @@ class PagedAttention:
         steps = pairwise(firsts)
         return stride if stride > 0 and all(b - a == stride for a, b in steps) else None
 
-    def _view(self, span: Span, first_key: int, keys: int) -> int:
+    def _view(self, span: QuerySpan, first_key: int, keys: int) -> int:
         """Return the pool token of ``first_key`` if the keys are contiguous, else -1."""
         size = self._block_tokens
         blocks = span.blocks
@@ -325,7 +325,7 @@ class PagedAttention:
             return -1
         return first * size
 
-    def _gather(self, spans: Sequence[Span], first_key: int, keys: int) -> _Keys:
+    def _gather(self, spans: Sequence[QuerySpan], first_key: int, keys: int) -> _Keys:
         skipped = first_key // self._block_tokens
         count = keys // self._block_tokens
         index = []
@@ -336,7 +336,7 @@ class PagedAttention:
             index += [*own, *([span.blocks[0]] * (count - len(own)))]
         return _Keys(gather=torch.tensor(index))
 
-    def _chunk(self, span: Span, window: int | None) -> _Chunk:
+    def _chunk(self, span: QuerySpan, window: int | None) -> _Chunk:
         tiling = self.tiling
         group = self._group
         end = span.start + span.count
@@ -362,7 +362,7 @@ class PagedAttention:
 
     # --- running, once per layer ---------------------------------------------------------------
 
-    def write(self, layer: int, plan: Calls, kv: torch.Tensor) -> None:
+    def write(self, layer: int, plan: AttentionCalls, kv: torch.Tensor) -> None:
         """Store ``[2, T, K, D]`` in the slots of the step's rows."""
         tokens = self.tokens[layer]  # [2, slots, K, elements]
         if self._codec is not None:
@@ -374,7 +374,7 @@ class PagedAttention:
                 count = write.rows.stop - write.rows.start
                 tokens[:, write.first : write.first + count].copy_(kv[:, write.rows])
 
-    def run(self, layer: int, plan: Calls, q_THD: torch.Tensor) -> torch.Tensor:
+    def run(self, layer: int, plan: AttentionCalls, q_THD: torch.Tensor) -> torch.Tensor:
         """Attend, ``[T, H, D] -> [T, H * D]``, over the pool of one layer."""
         calls = plan.by_window[self._windows[layer]]
         if len(calls) == 1 and isinstance(calls[0], _Decode):

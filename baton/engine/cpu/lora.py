@@ -15,13 +15,13 @@ import torch
 from baton.engine.cpu.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
 from baton.engine.cpu.parallel.shard import Shard
 from baton.engine.loading.lora_weights import JoinedWeights, read_lora_weights
-from baton.engine.models.lora import PRODUCTS, Adapter, Delta, Product
+from baton.engine.models.lora import PRODUCTS, Adapter, LoraDelta, Product
 from baton.engine.numerics import Numerics
 from baton.model.model_config import ModelConfig
 from baton.types.params import AdapterRef
 
 
-class StepDeltas:
+class CpuStepDeltas:
     """Deltas of one step, each for the rows of its adapter."""
 
     def __init__(self, rows: Mapping[str, Sequence[int]], adapters: "CpuAdapters") -> None:
@@ -99,7 +99,7 @@ class CpuAdapters:
     @torch.inference_mode()
     def _prepare(self, ref: AdapterRef) -> Adapter:
         return {
-            (joined.layer, joined.product): Delta(
+            (joined.layer, joined.product): LoraDelta(
                 self._linear(joined.a_RK), self._linear(self._own_rows(joined))
             )
             for joined in read_lora_weights(ref, self._config, self._max_rank)

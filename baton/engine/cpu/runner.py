@@ -20,10 +20,16 @@ import torch
 
 from baton.engine.core.model_runner import RunnerCapabilities
 from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
-from baton.engine.cpu.attention import Attention, AttentionTiling, PagedAttention, Span, slots_of
+from baton.engine.cpu.attention import (
+    Attention,
+    AttentionTiling,
+    PagedAttention,
+    QuerySpan,
+    slots_of,
+)
 from baton.engine.cpu.decoder import Decoder
 from baton.engine.cpu.kv_codec import kv_codec
-from baton.engine.cpu.lora import CpuAdapters, StepDeltas
+from baton.engine.cpu.lora import CpuAdapters, CpuStepDeltas
 from baton.engine.cpu.native.attention import NativeAttention, NativeCalls, native_library
 from baton.engine.cpu.native.rows import finite_rows
 from baton.engine.models.lora import rows_by_adapter
@@ -41,10 +47,10 @@ from baton.types.prompt_outputs import POOLINGS
 class _Batch:
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
-    decodes: list[Span]
-    chunks: list[Span]
+    decodes: list[QuerySpan]
+    chunks: list[QuerySpan]
     ends: list[int]  # where each plan row's flat rows end
-    deltas: StepDeltas | None
+    deltas: CpuStepDeltas | None
     rows: Sequence[PlanRow]
 
 
@@ -229,7 +235,7 @@ class CpuRunner:
         ends = [0] * len(rows)
         tokens = [rows[i].tokens[0] for i in singles]
         positions = [rows[i].start for i in singles]
-        decodes = [Span(n, rows[i].start, 1, rows[i].block_ids) for n, i in enumerate(singles)]
+        decodes = [QuerySpan(n, rows[i].start, 1, rows[i].block_ids) for n, i in enumerate(singles)]
         for flat_row, i in enumerate(singles):
             ends[i] = flat_row + 1
         chunks = []
@@ -239,10 +245,10 @@ class CpuRunner:
             count = len(rows[i].tokens)
             tokens += row.tokens
             positions += range(row.start, row.start + count)
-            chunks.append(Span(begin, row.start, count, row.block_ids))
+            chunks.append(QuerySpan(begin, row.start, count, row.block_ids))
             ends[i] = len(tokens)
         own_rows = rows_by_adapter(rows, ends)
-        deltas = StepDeltas(own_rows, self.adapters) if own_rows else None
+        deltas = CpuStepDeltas(own_rows, self.adapters) if own_rows else None
         return _Batch(
             torch.tensor(tokens),
             torch.tensor(positions),

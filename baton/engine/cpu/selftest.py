@@ -12,7 +12,7 @@ import math
 import torch
 
 from baton.engine.core.plan import PlanRow, StepPlan
-from baton.engine.cpu.attention import AttentionTiling, PagedAttention, Span
+from baton.engine.cpu.attention import AttentionTiling, PagedAttention, QuerySpan
 from baton.engine.cpu.decoder import Decoder
 from baton.engine.cpu.native.attention import native_library
 from baton.engine.cpu.native.library import sums_name
@@ -174,12 +174,12 @@ def _compare(
     all_counts: bool,
 ) -> str | None:
     def chunk(start: int, end: int, blocks: list[int]) -> torch.Tensor:
-        calls = attention.plan([], [Span(0, start, end - start, blocks)])
+        calls = attention.plan([], [QuerySpan(0, start, end - start, blocks)])
         return attention.run(0, calls, q_THD[start:end])
 
     def decode(positions: list[int], tables: list[list[int]]) -> torch.Tensor:
         spans = [
-            Span(row, position, 1, table)
+            QuerySpan(row, position, 1, table)
             for row, (position, table) in enumerate(zip(positions, tables, strict=True))
         ]
         return attention.run(0, attention.plan(spans, []), q_THD[positions])

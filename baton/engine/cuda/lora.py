@@ -14,7 +14,7 @@ from baton.engine.cuda.decoder import CudaDecoder
 from baton.engine.cuda.kernels.products import Products
 from baton.engine.cuda.upload import upload
 from baton.engine.loading.lora_weights import read_lora_weights
-from baton.engine.models.lora import Adapter, Delta
+from baton.engine.models.lora import Adapter, LoraDelta
 from baton.model.model_config import ModelConfig
 from baton.types.params import AdapterRef
 
@@ -82,7 +82,7 @@ class CudaAdapters:
             AdapterLoadError: It does not fit, holds NaN or Inf, or has changed on disk.
         """
         return {
-            (joined.layer, joined.product): Delta(
+            (joined.layer, joined.product): LoraDelta(
                 self._on_host(joined.a_RK), self._on_host(joined.b_NR)
             )
             for joined in read_lora_weights(ref, self._config, self._max_rank)

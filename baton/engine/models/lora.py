@@ -26,7 +26,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class LoraDelta:
     """Delta of one adapter for one product of one layer: ``x_TK @ A_RK.T @ B_NR.T``."""
 
     a: Product
@@ -37,7 +37,7 @@ class Delta:
         return self.b(self.a(x_TK))
 
 
-Adapter = dict[tuple[int, str], Delta]
+Adapter = dict[tuple[int, str], LoraDelta]
 """Deltas by (layer, product)."""
 
 

@@ -58,7 +58,7 @@ class ReportInbox:
         """Process reports in order."""
         for report in reports:
             match report:
-                case messages.Progress():
+                case messages.LoadProgress():
                     self._received_ns = ALIVE.now_ns()
                     self._on_progress(report.what)
                 case messages.Ready():
@@ -206,7 +206,7 @@ class EngineClient:
     async def stop(self, grace_s: float = 3.0) -> int:
         """Stop the process, by force after ``grace_s``, and return its exit code."""
         if self._process.returncode is None:
-            self.send_now(messages.Stop())
+            self.send_now(messages.StopEngine())
             try:
                 async with asyncio.timeout(grace_s):
                     await self._process.wait()

@@ -112,7 +112,7 @@ class EngineHandle:
         """Erase all cached blocks with these tags; return their number by tier, -1: an error."""
         done: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
         self._erasures.append(done)
-        self.client.send(messages.Forget(tags))
+        self.client.send(messages.EraseBlocks(tags))
         return await done
 
     @property
@@ -189,7 +189,7 @@ class EngineHandle:
                 self._note_adapter(report)
             case messages.Sick():
                 self.sick = report.message
-            case messages.Forgotten():
+            case messages.BlocksErased():
                 self._note_erasure(report.blocks)
             case messages.Slept():
                 if self._slept is not None and not self._slept.done():
@@ -199,7 +199,7 @@ class EngineHandle:
                 self._adapters_asked.pop(report.request_id, None)
                 self._probes.discard(report.request_id)
                 self._deliver(self._handlers.pop(report.request_id, None), report)
-            case messages.Progress() | messages.Ready() | messages.Fatal() | messages.Alive():
+            case messages.LoadProgress() | messages.Ready() | messages.Fatal() | messages.Alive():
                 pass
             case _:
                 self._deliver(self._handlers.get(report.request_id), report)

@@ -55,7 +55,7 @@ class ComputeLocally(msgspec.Struct, frozen=True, tag=True):
     first: tuple[int | None, ...] | None
 
 
-class Drained(msgspec.Struct, frozen=True, tag=True):
+class PagesDrained(msgspec.Struct, frozen=True, tag=True):
     """Command: writing to the revoked pages has stopped."""
 
     request_id: str
@@ -82,7 +82,7 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
-class Forget(msgspec.Struct, frozen=True, tag=True):
+class EraseBlocks(msgspec.Struct, frozen=True, tag=True):
     """Command: erase the cached blocks with these tags, and cache none from now on."""
 
     tags: frozenset[bytes]
@@ -92,7 +92,7 @@ class Sleep(msgspec.Struct, frozen=True, tag=True):
     """Command: drop all cached blocks, so that the memory of the pool can be given back."""
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class StopEngine(msgspec.Struct, frozen=True, tag=True):
     """Command: end the process."""
 
 
@@ -101,13 +101,13 @@ Command = (
     | Bind
     | Commit
     | ComputeLocally
-    | Drained
+    | PagesDrained
     | Release
     | Cancel
     | Withdraw
-    | Forget
+    | EraseBlocks
     | Sleep
-    | Stop
+    | StopEngine
 )
 
 
@@ -135,7 +135,7 @@ def malformed(command: Command, vocab_size: int) -> InvalidRequestError | None:
     return None
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class LoadProgress(msgspec.Struct, frozen=True, tag=True):
     """Report of a stage of loading."""
 
     what: str
@@ -166,7 +166,7 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
     """Report that the step loop runs, sent when there is no other report."""
 
 
-class Forgotten(msgspec.Struct, frozen=True, tag=True):
+class BlocksErased(msgspec.Struct, frozen=True, tag=True):
     """Report that blocks were erased: their number by tier, ``pool`` included; -1: an error."""
 
     blocks: dict[str, int]
@@ -200,12 +200,12 @@ RequestReport = (
 """Reports about one request that has not ended."""
 
 Report = (
-    Progress
+    LoadProgress
     | Ready
     | Fatal
     | Alive
     | Sick
-    | Forgotten
+    | BlocksErased
     | Slept
     | RequestReport
     | ev.Ended

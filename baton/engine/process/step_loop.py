@@ -103,7 +103,7 @@ class StepLoop:
         for copied in ended:
             if isinstance(copied, Erased):
                 pool = self._erasures.pop(copied.number)
-                self._send([messages.Forgotten({"pool": pool, **copied.blocks})])
+                self._send([messages.BlocksErased({"pool": pool, **copied.blocks})])
             else:
                 self._core.copied(copied, time.monotonic_ns())
         return bool(ended)
@@ -135,9 +135,9 @@ class StepLoop:
         scheduler = self._core.scheduler
         now_ns = time.monotonic_ns()
         match command:
-            case messages.Stop():
+            case messages.StopEngine():
                 self._stopping = True
-            case messages.Forget():
+            case messages.EraseBlocks():
                 self._forget(command.tags)
             case messages.Sleep():
                 left = self._core.drop_cached()
@@ -156,7 +156,7 @@ class StepLoop:
                 scheduler.commit(command.request_id, command.generation, command.first, now_ns)
             case messages.ComputeLocally():
                 scheduler.compute_locally(command.request_id, command.first)
-            case messages.Drained():
+            case messages.PagesDrained():
                 scheduler.drained(command.request_id, command.generation)
             case messages.Release():
                 scheduler.release(command.request_id)
@@ -168,7 +168,7 @@ class StepLoop:
     def _forget(self, tags: frozenset[bytes]) -> None:
         blocks, number = self._core.forget(tags)
         if self._copier is None:
-            self._send([messages.Forgotten({"pool": blocks})])
+            self._send([messages.BlocksErased({"pool": blocks})])
             return
         self._order_copies()  # those before the erasure
         self._erasures[number] = blocks
@@ -274,7 +274,9 @@ def serve(
         control.sendall(messages.frame([what]))
 
     began_ns = time.monotonic_ns()
-    engine = build_engine(settings, pool_fd, lambda what: report(messages.Progress(what)), own_fds)
+    engine = build_engine(
+        settings, pool_fd, lambda what: report(messages.LoadProgress(what)), own_fds
+    )
     report(
         messages.Ready(
             pid=os.getpid(),

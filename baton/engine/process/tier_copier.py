@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from baton.engine.core.tiers.tiers import POOL, Copied, Copy
+from baton.engine.core.tiers.tiers import POOL, Copied, TierCopy
 from baton.engine.process.tier_shelves import Bytes, DamagedError, Shelf
 from baton.types.geometry import KvGeometry
 
@@ -53,7 +53,7 @@ class BlockMover:
         self._shelves = shelves
         self._warned: set[str] = set()
 
-    def move(self, copy: Copy) -> str:
+    def move(self, copy: TierCopy) -> str:
         """Make a copy and return the ``outcome`` of `Copied`."""
         try:
             data = self._read(copy)
@@ -86,7 +86,7 @@ class BlockMover:
         for shelf in self._shelves.values():
             shelf.close()
 
-    def _read(self, copy: Copy) -> Bytes:
+    def _read(self, copy: TierCopy) -> Bytes:
         if copy.source != POOL:
             return self._shelves[copy.source].read(copy.source_place, copy.block_hash)
         self._staging[...] = self._pool[:, :, copy.source_place]
@@ -105,7 +105,7 @@ class TierCopier:
 
     def __init__(self, mover: BlockMover) -> None:
         self._mover = mover
-        self._orders: queue.PriorityQueue[tuple[int, int, Copy | Erasure | None]] = (
+        self._orders: queue.PriorityQueue[tuple[int, int, TierCopy | Erasure | None]] = (
             queue.PriorityQueue()
         )
         self._ended: queue.SimpleQueue[Copied | Erased] = queue.SimpleQueue()
@@ -117,7 +117,7 @@ class TierCopier:
         """Return a descriptor that is readable when a copy has ended."""
         return self._bell
 
-    def order(self, copies: Sequence[Copy]) -> None:
+    def order(self, copies: Sequence[TierCopy]) -> None:
         """Queue copies; those into the pool come first."""
         for copy in copies:
             urgency = _URGENT if copy.target == POOL else _LATER
@@ -156,7 +156,7 @@ class TierCopier:
                 self._ended.put(Copied(order.number, outcome, time.monotonic_ns() - began_ns))
             os.eventfd_write(self._bell, 1)
 
-    def _outcome(self, copy: Copy) -> str:
+    def _outcome(self, copy: TierCopy) -> str:
         """Make a copy and catch every error: admission waits for all copies."""
         try:
             return self._mover.move(copy)

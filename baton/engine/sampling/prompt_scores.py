@@ -25,7 +25,7 @@ class NotFiniteError(ArithmeticError):
     """Logits contain NaN or Inf."""
 
 
-class Head(Protocol):
+class LmHead(Protocol):
     """LM head of a model."""
 
     def logits(self, x_SE: torch.Tensor) -> Logits:
@@ -49,7 +49,7 @@ class Collected:
 
 
 def collect_rows(
-    model: Head,
+    model: LmHead,
     rows: Sequence[PlanRow],
     ends: Sequence[int],
     hidden_TE: torch.Tensor,
@@ -78,7 +78,7 @@ def collect_rows(
 
 
 def collect(
-    model: Head, prompt_outputs: PromptOutputs, start: int, hidden_TE: torch.Tensor
+    model: LmHead, prompt_outputs: PromptOutputs, start: int, hidden_TE: torch.Tensor
 ) -> tuple[list[Scores], Floats]:
     """Compute the prompt outputs of hidden rows at positions ``start ...``.
 

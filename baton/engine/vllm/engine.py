@@ -16,7 +16,7 @@ from baton.engine.vllm.hand_off import HandOff
 from baton.engine.vllm.hand_off_baton import BatonHandOff
 from baton.engine.vllm.hand_off_nixl import NixlHandOff
 from baton.engine.vllm.live_request import LiveRequest
-from baton.engine.vllm.load import LoadMeter, Row
+from baton.engine.vllm.load import LoadMeter, SequenceProgress
 from baton.engine.vllm.protocol import ChoiceStream, Parameters
 from baton.engine.vllm.server import VllmFacts
 from baton.model.model_config import ModelConfig
@@ -106,7 +106,7 @@ class VllmEngine:
             case messages.Release():
                 # vLLM frees its KV when the other worker has read it
                 self._end_live(command.request_id, None)
-            case messages.Forget():
+            case messages.EraseBlocks():
                 self._tasks.spawn(self._forget(), "forget")
 
     async def close(self) -> None:
@@ -157,7 +157,7 @@ class VllmEngine:
         for choice in request.open_choices:
             context = len(request.prompt) + len(request.emitted(choice))
             comes = not request.computes
-            row = Row(context, request.cached_tokens, request.submitted_ns, comes)
+            row = SequenceProgress(context, request.cached_tokens, request.submitted_ns, comes)
             self._meter.submitted(request.submit.request_id, choice, row)
         self._send(self._meter.status(self._cached_blocks))
 
@@ -251,7 +251,7 @@ class VllmEngine:
         erased_blocks = self._cached_blocks
         if not await self._control.erase_cache():
             erased_blocks = -1
-        self._send(messages.Forgotten({"pool": erased_blocks}))
+        self._send(messages.BlocksErased({"pool": erased_blocks}))
 
     # ---------------------------------------------------------------- exchanges
 
@@ -261,7 +261,7 @@ class VllmEngine:
         """Send vLLM one request; return whether the response is complete and still wanted."""
         run = request.run
         errors: list[bytes] = []
-        exchange: http.Exchange | None = None
+        exchange: http.HttpExchange | None = None
 
         def on_body(data: bytes) -> None:
             if exchange is None or exchange.status != 200:

@@ -9,7 +9,7 @@ import httptools
 from baton.types.errors import UnavailableError
 
 
-class Exchange(asyncio.Protocol):
+class HttpExchange(asyncio.Protocol):
     """Exchange of a request and its response on one connection.
 
     Args:
@@ -85,7 +85,7 @@ def request_bytes(method: str, target: str, body: bytes = b"") -> bytes:
     return head.encode() + body
 
 
-async def begin(socket_path: str, request: bytes, on_body: Callable[[bytes], None]) -> Exchange:
+async def begin(socket_path: str, request: bytes, on_body: Callable[[bytes], None]) -> HttpExchange:
     """Connect and send a request, as much as fits at once: asyncio takes longer to connect.
 
     Raises:
@@ -101,7 +101,7 @@ async def begin(socket_path: str, request: bytes, on_body: Callable[[bytes], Non
         raise
     loop = asyncio.get_running_loop()
     _, exchange = await loop.create_unix_connection(
-        lambda: Exchange(unsent, on_body), sock=connection
+        lambda: HttpExchange(unsent, on_body), sock=connection
     )
     return exchange
 

@@ -50,14 +50,14 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
     """Event: the cache was reset."""
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True):
+class KvEventBatch(msgspec.Struct, frozen=True, array_like=True):
     """Events of one engine step."""
 
     ts: float
     events: tuple[BlockStored | BlockRemoved | AllBlocksCleared, ...]
 
 
-_decoder = msgspec.msgpack.Decoder(Batch)
+_decoder = msgspec.msgpack.Decoder(KvEventBatch)
 
 
 class EventOrder:

@@ -73,7 +73,7 @@ class LiveRequest:
         self._reported = asyncio.Event()
         self.published_pages = 0
         self.published_part = Saved()
-        self.exchanges: dict[int, http.Exchange] = {}
+        self.exchanges: dict[int, http.HttpExchange] = {}
         emitted = submit.spec.emitted
         choices = range(submit.spec.params.n)
         self.open_choices = {n for n in choices if not emitted or emitted[n] is not None}

@@ -19,7 +19,7 @@ SETTLED_NS = 20_000_000
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class SequenceProgress:
     """Progress of a sequence.
 
     Attributes:
@@ -55,18 +55,18 @@ class LoadMeter:
 
     def __init__(self, total_blocks: int) -> None:
         self._total_blocks = total_blocks
-        self._rows: dict[tuple[str, int], Row] = {}
+        self._rows: dict[tuple[str, int], SequenceProgress] = {}
         self._step = 0
-        self._batch: dict[tuple[str, int], Row] = {}  # rows with a token in this step
+        self._batch: dict[tuple[str, int], SequenceProgress] = {}  # rows with a token in this step
         self._batch_ns = 0  # first arrival of this step
         self._last_ns = 0  # first arrival of the step before
-        self._new: list[Row] = []  # rows of the batch whose first token this is
+        self._new: list[SequenceProgress] = []  # rows of the batch whose first token this is
 
-    def submitted(self, request_id: str, choice: int, row: Row) -> None:
+    def submitted(self, request_id: str, choice: int, row: SequenceProgress) -> None:
         """Add a sequence that waits."""
         self._rows[request_id, choice] = row
 
-    def row(self, request_id: str, choice: int) -> Row:
+    def row(self, request_id: str, choice: int) -> SequenceProgress:
         """Return a live sequence."""
         return self._rows[request_id, choice]
 
@@ -77,7 +77,7 @@ class LoadMeter:
         work = sum(new.uncached for new in self._new) + rows
         return row.input_ns + (self._batch_ns - self._began_ns()) // (work or 1) * row.uncached
 
-    def ended(self, request_id: str, choice: int) -> Row | None:
+    def ended(self, request_id: str, choice: int) -> SequenceProgress | None:
         """Remove a sequence, and return it."""
         return self._rows.pop((request_id, choice), None)
 
@@ -157,7 +157,9 @@ class LoadMeter:
         oldest = min((row.first_ns for row in self._batch.values()), default=self._batch_ns)
         return max(self._last_ns, oldest)
 
-    def _charge(self, duration_ns: int, prompt_tokens: int, decoding: list[Row]) -> None:
+    def _charge(
+        self, duration_ns: int, prompt_tokens: int, decoding: list[SequenceProgress]
+    ) -> None:
         share_ns = duration_ns // (prompt_tokens + len(decoding) or 1)
         for row in self._new:
             row.input_ns += share_ns * row.uncached

@@ -69,7 +69,7 @@ class VllmProcess:
         with suppress(ConnectionError):
             while data := await reader.read(1 << 20):
                 for command in commands.feed(data):
-                    if isinstance(command, messages.Stop):
+                    if isinstance(command, messages.StopEngine):
                         self.end("")
                         return
                     if self._engine is not None:
@@ -152,7 +152,7 @@ class VllmProcess:
             )
 
     def _progress(self, what: str) -> None:
-        self._send(messages.Progress(what))
+        self._send(messages.LoadProgress(what))
 
     def _send(self, *reports: messages.Report) -> None:
         if reports and not self._writer.is_closing():

@@ -125,7 +125,7 @@ def command(
         *("--scheduling-policy", "priority"),
         *("--structured-outputs-config.backend", "guidance"),
         *("--max-logprobs", str(_LOGPROBS)),
-        *("--worker-extension-cls", "baton_worker.Worker"),
+        *("--worker-extension-cls", "baton_worker.RewindingWorker"),
         *("--max-num-seqs", str(settings.max_batch_requests)),
         *_hand_off_arguments(engine, folder, pool),
         *limits,

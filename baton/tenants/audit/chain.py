@@ -4,7 +4,7 @@
     line 2    {"seq": 2, …, "prev_sha256": SHA-256 of line 1 without its newline}
 
 A changed, removed, inserted or moved line no longer fits the next one. The last line and a cut end
-are checked against a `Head` that is kept elsewhere.
+are checked against a `ChainHead` that is kept elsewhere.
 """
 
 import hashlib
@@ -41,14 +41,14 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     after: Any = None
 
 
-class Head(msgspec.Struct, frozen=True):
+class ChainHead(msgspec.Struct, frozen=True):
     """Number and SHA-256 of the last line."""
 
     seq: int = 0
     sha256: str = ZERO
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class ChainCheck(msgspec.Struct, frozen=True):
     """Result of a check.
 
     Attributes:
@@ -59,55 +59,55 @@ class Verdict(msgspec.Struct, frozen=True):
     """
 
     lines: int
-    head: Head
+    head: ChainHead
     broken_line: int = 0
     problem: str = ""
 
 
-def sealed(entry: Entry, head: Head) -> tuple[bytes, Head]:
+def sealed(entry: Entry, head: ChainHead) -> tuple[bytes, ChainHead]:
     """Return the line of an entry behind ``head``, with its newline, and the new head."""
     fields = msgspec.to_builtins(entry)
     for name in ("before", "after"):
         fields[name] = _short(fields[name])
     line = msgspec.json.encode({"seq": head.seq + 1, **fields, "prev_sha256": head.sha256})
-    return line + b"\n", Head(head.seq + 1, hashlib.sha256(line).hexdigest())
+    return line + b"\n", ChainHead(head.seq + 1, hashlib.sha256(line).hexdigest())
 
 
-def head_of(line: bytes) -> Head:
+def head_of(line: bytes) -> ChainHead:
     """Return the head that a line without its newline makes.
 
     Raises:
         ValueError: It is no line of an audit log.
     """
-    return Head(_fields(line)[0], hashlib.sha256(line).hexdigest())
+    return ChainHead(_fields(line)[0], hashlib.sha256(line).hexdigest())
 
 
-def verify(lines: Iterable[bytes], known: Head | None = None) -> Verdict:
+def verify(lines: Iterable[bytes], known: ChainHead | None = None) -> ChainCheck:
     """Check a chain, given with or without newlines.
 
     Args:
         lines: All lines.
         known: Head that was recorded elsewhere; the file may be longer.
     """
-    head = Head()
+    head = ChainHead()
     for number, raw in enumerate(lines, 1):
         line = raw.removesuffix(b"\n")
         try:
             seq, previous = _fields(line)
         except ValueError as error:
-            return Verdict(number - 1, head, number, str(error))
+            return ChainCheck(number - 1, head, number, str(error))
         if seq != number or previous != head.sha256:
             what = "its prev_sha256 is not the hash of the line before"
             if seq != number:
                 what = f"its seq is {seq}"
-            return Verdict(number - 1, head, number, f"{what}: a line was changed or removed")
-        head = Head(number, hashlib.sha256(line).hexdigest())
+            return ChainCheck(number - 1, head, number, f"{what}: a line was changed or removed")
+        head = ChainHead(number, hashlib.sha256(line).hexdigest())
         if known is not None and known.seq == number and known.sha256 != head.sha256:
-            return Verdict(number - 1, head, number, "its hash is not the one that was recorded")
+            return ChainCheck(number - 1, head, number, "its hash is not the one that was recorded")
     if known is not None and known.seq > head.seq:
         missing = f"{known.seq} lines were recorded: the end was cut"
-        return Verdict(head.seq, head, head.seq + 1, missing)
-    return Verdict(head.seq, head)
+        return ChainCheck(head.seq, head, head.seq + 1, missing)
+    return ChainCheck(head.seq, head)
 
 
 def _fields(line: bytes) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from baton.tenants.audit.chain import Entry, Head, head_of, sealed
+from baton.tenants.audit.chain import ChainHead, Entry, head_of, sealed
 
 NAME = "audit.jsonl"
 _CHUNK_BYTES = 64 * 1024
@@ -53,7 +53,7 @@ def append(path: Path, entries: Sequence[Entry]) -> list[bytes]:
     lines: list[bytes] = []
     with _locked(path) as file:
         end, recent = _complete(file, _RECENT_BYTES)
-        head = head_of(recent[-1]) if recent else Head()
+        head = head_of(recent[-1]) if recent else ChainHead()
         for one in entries:
             if not any(f'"id":"{one.id}"'.encode() in line for line in recent):
                 line, head = sealed(one, head)
@@ -69,17 +69,17 @@ def append(path: Path, entries: Sequence[Entry]) -> list[bytes]:
     return lines
 
 
-def last(path: Path) -> Head:
+def last(path: Path) -> ChainHead:
     """Return the head of a file; that of an empty chain if there is no file.
 
     Raises:
         OSError, ValueError: As `append` does.
     """
     if not path.exists():
-        return Head()
+        return ChainHead()
     with _locked(path) as file:
         recent = _complete(file)[1]
-        return head_of(recent[-1]) if recent else Head()
+        return head_of(recent[-1]) if recent else ChainHead()
 
 
 @contextmanager

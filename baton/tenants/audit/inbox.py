@@ -7,7 +7,7 @@ audit:head     hash: seq and sha256 of the last line of the file
 import msgspec
 
 from baton.registry.redis_store import Registry
-from baton.tenants.audit.chain import Entry, Head
+from baton.tenants.audit.chain import ChainHead, Entry
 
 _MOST = 10_000  # entries; the oldest are removed first
 _AT_ONCE = 200
@@ -45,11 +45,11 @@ class AuditInbox:
         """Remove entries that are in the file, or unreadable."""
         await self._registry.send(*(("LREM", self._inbox, 1, entry) for entry in entries))
 
-    async def note(self, head: Head) -> None:
+    async def note(self, head: ChainHead) -> None:
         """Record the last line of the file."""
         await self._registry.send(("EVAL", _NOTE, 1, self._head, head.seq, head.sha256))
 
-    async def head(self) -> Head | None:
+    async def head(self) -> ChainHead | None:
         """Return the recorded last line; None if there is no record."""
         (raw,) = await self._registry.send(("HMGET", self._head, "seq", "sha256"))
-        return None if raw[0] is None else Head(int(raw[0]), raw[1].decode())
+        return None if raw[0] is None else ChainHead(int(raw[0]), raw[1].decode())

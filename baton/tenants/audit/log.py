@@ -16,7 +16,7 @@ import msgspec
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.telemetry.tasks import BackgroundTasks
 from baton.tenants.audit import file as audit_file
-from baton.tenants.audit.chain import Entry, Head
+from baton.tenants.audit.chain import ChainHead, Entry
 from baton.tenants.audit.inbox import AuditInbox
 
 _LOG = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class AuditLog:
         self._export = export
         self._tasks = BackgroundTasks("audit")
         self._kept: deque[Entry] = deque(maxlen=_KEPT)
-        self._noted = Head()
+        self._noted = ChainHead()
         self.each_period: list[Callable[[], list[Entry]]] = []
 
     def start(self) -> None:

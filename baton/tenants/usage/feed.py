@@ -8,7 +8,7 @@ from typing import Protocol
 
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.telemetry.tasks import BackgroundTasks
-from baton.tenants.usage.ledger import HOUR_S, Ledger, Report
+from baton.tenants.usage.ledger import HOUR_S, Ledger, UsageReport
 
 _LOG = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _CHECK_S = 60.0  # without changes, Redis is asked this often whether it still h
 class UsageSink(Protocol):
     """Receiver of reports; implemented by ``baton.tenants.usage.shared.SharedUsage``."""
 
-    async def apply(self, report: Report, price_per_hour: float | None = None) -> int:
+    async def apply(self, report: UsageReport, price_per_hour: float | None = None) -> int:
         """Write the rows of a report, and return the sequence known before."""
 
 

@@ -89,7 +89,7 @@ class Counters(msgspec.Struct, array_like=True):
 _SUMMED = tuple(name for name in Counters.__struct_fields__ if name != "refusals")
 
 
-class Report(NamedTuple):
+class UsageReport(NamedTuple):
     """Totals of changed rows.
 
     Attributes:
@@ -135,7 +135,7 @@ class Ledger:
         self._changed[name] = self._sequence
         return found
 
-    def report(self, hour: int, *, always: bool = False) -> Report | None:
+    def report(self, hour: int, *, always: bool = False) -> UsageReport | None:
         """Return the next report, or None if nothing has changed; forget old rows.
 
         With ``always``, a report without rows asks whether Redis still has the others.
@@ -146,9 +146,9 @@ class Ledger:
         self._sequence += 1
         names = list(self._changed)[:MAX_REPORTED_ROWS]
         rows = {name: self._rows[name] for name in names}
-        return Report(self.life, self._sequence, self._acknowledged, rows)
+        return UsageReport(self.life, self._sequence, self._acknowledged, rows)
 
-    def answered(self, report: Report, known: int) -> bool:
+    def answered(self, report: UsageReport, known: int) -> bool:
         """Apply the answer to the last report; return whether another one is due at once.
 
         Args:

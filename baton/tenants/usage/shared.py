@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from baton.registry.redis_store import Registry, slices
-from baton.tenants.usage.ledger import Counters, Report, RowName, field_of, summed
+from baton.tenants.usage.ledger import Counters, RowName, UsageReport, field_of, summed
 
 KEPT_DAYS = 100
 """Days for which usage is kept."""
@@ -67,7 +67,7 @@ class SharedUsage:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
-    async def apply(self, report: Report, price_per_hour: float | None = None) -> int:
+    async def apply(self, report: UsageReport, price_per_hour: float | None = None) -> int:
         """Write the rows of a report that is new, and return the sequence known before.
 
         Args:

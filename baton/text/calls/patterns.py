@@ -40,7 +40,7 @@ NAME_STRING = Free(STRING.regex, named=True, quoted=True)
 Part = str | Free
 
 
-class Match(NamedTuple):
+class NameMatch(NamedTuple):
     """End of a match, and the name in it; empty if the pattern has none."""
 
     end: int
@@ -50,7 +50,7 @@ class Match(NamedTuple):
 class Scan(NamedTuple):
     """Result of a pattern on an incomplete text."""
 
-    match: Match | None
+    match: NameMatch | None
     undecided: bool = False
 
 
@@ -101,7 +101,7 @@ class Pattern:
                 name = _unquoted(found[0]) if part.quoted else found[0]
                 if not name:
                     return _NO
-        return Scan(Match(at - self.keep, name))
+        return Scan(NameMatch(at - self.keep, name))
 
     def names_in(self, text: str) -> Iterator[str]:
         """Yield the names of all matches in a text."""

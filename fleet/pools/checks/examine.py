@@ -9,7 +9,15 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from baton.config.fleet_file import FleetConfig
-from fleet.pools.checks.findings import Cell, Checkup, Clock, Edge, NodeReport, judged, slow_floor
+from fleet.pools.checks.findings import (
+    Cell,
+    Checkup,
+    Clock,
+    MeasuredEdge,
+    NodeReport,
+    judged,
+    slow_floor,
+)
 from fleet.pools.checks.probe import NodeProbe
 from fleet.pools.nodes import CapacityError, Node, check_nodes
 from fleet.pools.placement import cluster_nodes
@@ -88,9 +96,11 @@ def _clock(probe: Any) -> Clock:
     return best
 
 
-def _measure(nodes: list[Node], probes: dict[str, Any], ports: dict[str, int]) -> list[Edge]:
+def _measure(
+    nodes: list[Node], probes: dict[str, Any], ports: dict[str, int]
+) -> list[MeasuredEdge]:
     """Measure in rounds: in each, a node sends to one other node and receives from one."""
-    edges: list[Edge] = []
+    edges: list[MeasuredEdge] = []
     for step in range(1, min(len(nodes) - 1, _NEIGHBOURS) + 1):
         pairs = [(node, nodes[(i + step) % len(nodes)]) for i, node in enumerate(nodes)]
         asked = [(a, b, _ask_edge(probes[a.name], a, b, ports[b.name])) for a, b in pairs]
@@ -111,11 +121,11 @@ def _ask_edge(probe: Any, source: Node, target: Node, port: int) -> Any:
     return probe.measure.remote(source.name, target.name, target.address, port)
 
 
-def _edge(source: Node, target: Node, answer: Any) -> Edge:
+def _edge(source: Node, target: Node, answer: Any) -> MeasuredEdge:
     try:
-        return msgspec.msgpack.decode(ray.get(answer, timeout=_EDGE_S), type=Edge)
+        return msgspec.msgpack.decode(ray.get(answer, timeout=_EDGE_S), type=MeasuredEdge)
     except RayError as error:
-        return Edge(source=source.name, target=target.name, problem=str(error).strip())
+        return MeasuredEdge(source=source.name, target=target.name, problem=str(error).strip())
 
 
 def _raylets(nodes: list[Node], probes: dict[str, Any]) -> dict[str, Cell]:

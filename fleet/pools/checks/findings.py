@@ -33,7 +33,7 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
     within_s: float
 
 
-class Edge(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredEdge(msgspec.Struct, frozen=True, kw_only=True):
     """Bandwidth from one node to another, or the problem that prevents a transfer."""
 
     source: str
@@ -73,7 +73,7 @@ class Checkup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judged(
-    reports: Mapping[str, NodeReport], clocks: Mapping[str, Clock], edges: Sequence[Edge]
+    reports: Mapping[str, NodeReport], clocks: Mapping[str, Clock], edges: Sequence[MeasuredEdge]
 ) -> Checkup:
     """Return the table of findings, with problems that only show in comparison added.
 
@@ -113,13 +113,13 @@ def _clock(clock: Clock) -> Cell:
     return Cell(text, f"{clock.ahead_s:+.1f} s off this node's clock: run an NTP client there")
 
 
-def slow_floor(edges: Sequence[Edge]) -> float:
+def slow_floor(edges: Sequence[MeasuredEdge]) -> float:
     """Return the bytes per second below which an edge counts as slow."""
     rates = [edge.bytes_per_s for edge in edges if not edge.problem]
     return max(SLOW_EDGE_BYTES_S, SLOW_EDGE_SHARE * statistics.median(rates) if rates else 0.0)
 
 
-def _edges(edges: Sequence[Edge]) -> dict[str, dict[str, Cell]]:
+def _edges(edges: Sequence[MeasuredEdge]) -> dict[str, dict[str, Cell]]:
     floor = slow_floor(edges)
     table: dict[str, dict[str, Cell]] = {}
     for edge in edges:

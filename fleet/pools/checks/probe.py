@@ -16,7 +16,7 @@ import msgspec
 from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.types.errors import BatonError
 from fleet.host_limits import available_memory, open_files
-from fleet.pools.checks.findings import Cell, Edge, NodeReport
+from fleet.pools.checks.findings import Cell, MeasuredEdge, NodeReport
 
 ROOT = Path(__file__).parents[3]
 _PACKAGES = ("baton", "decode_worker", "fleet", "kvtransfer", "prefill_worker", "router")
@@ -77,8 +77,8 @@ class NodeProbe:
             await self._server.wait_closed()
 
     async def measure(self, name: str, target: str, address: str, port: int) -> bytes:
-        """Send bytes to the probe of another node, and return an `Edge` as msgpack."""
-        edge = Edge(source=name, target=target)
+        """Send bytes to the probe of another node, and return an `MeasuredEdge` as msgpack."""
+        edge = MeasuredEdge(source=name, target=target)
         try:
             rate = await _send(address, port)
         except (OSError, TimeoutError) as error:

@@ -17,7 +17,7 @@ _MESSAGE = re.compile(r"messages\[(\d+)\]")
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.(?:function|custom)\b)?")
 
 
-class Conversation:
+class TranslatedConversation:
     """Builder of a chat's messages, which records the original path of each message.
 
     Consecutive texts of a role in ``joins`` become one message.

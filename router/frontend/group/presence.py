@@ -17,7 +17,7 @@ SILENCE_S = 2.5  # a router that is silent for so long hangs
 RETRY_S = 0.1
 
 
-class Presence:
+class RouterPresence:
     """Heartbeats of this router on a Unix socket, taken over from an earlier process."""
 
     def __init__(self, path: Path) -> None:

@@ -11,7 +11,7 @@ import httpx
 
 from baton.telemetry.tasks import BackgroundTasks
 from router.frontend.group.member import Member
-from router.frontend.group.presence import Presence, watch_life
+from router.frontend.group.presence import RouterPresence, watch_life
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Siblings:
         self._alive: set[int] = set()
         self._taken_over: dict[int, asyncio.Server] = {}
         self._answers: asyncio.Server | None = None
-        self._presence = Presence(member.alive_path(member.index))
+        self._presence = RouterPresence(member.alive_path(member.index))
         self._accept: Callable[[int], Awaitable[asyncio.Server]] | None = None
         self._clients = {index: self._client(index) for index in member.siblings}
         self._leaving = False

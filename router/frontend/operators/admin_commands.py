@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import Request
 from pydantic import Field, ValidationError
 
-from baton.registry.admin_commands import Answer, Orders
+from baton.registry.admin_commands import AdminCommands, CommandReply
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.types.errors import InvalidRequestError, UnavailableError
 from router.frontend.access import check_change, check_operator, who_of
@@ -38,7 +38,7 @@ class _OrderBody(OperatorBody):
     model: Annotated[str, Field(max_length=200)] | None = None
 
 
-def routes(router: Process, desks: Mapping[str, Orders]) -> Endpoints:
+def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
     """Return the endpoint of admin commands; ``desks`` are the queues of each model's controller.
 
     A command is for the model in ``model`` or of its workers. Without both, commands about all
@@ -120,7 +120,7 @@ def _merged(verb: str, answers: list[Any]) -> Any:
     return list(nodes.values())
 
 
-async def ask(orders: Orders, verb: str, who: str = "", source: str = "") -> Answer:
+async def ask(orders: AdminCommands, verb: str, who: str = "", source: str = "") -> CommandReply:
     """Send a command without arguments to a controller, and return its answer.
 
     Raises:
@@ -130,7 +130,9 @@ async def ask(orders: Orders, verb: str, who: str = "", source: str = "") -> Ans
     return await _ask(orders, _OrderBody(verb=verb), who, source)
 
 
-async def _ask(orders: Orders, body: _OrderBody, who: str = "", source: str = "") -> Answer:
+async def _ask(
+    orders: AdminCommands, body: _OrderBody, who: str = "", source: str = ""
+) -> CommandReply:
     try:
         answer = await orders.ask(
             body.verb, body.workers, body.arguments, body.timeout_s, who, source

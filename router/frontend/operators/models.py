@@ -16,7 +16,7 @@ import msgspec
 from fastapi import Request
 from pydantic import Field, ValidationError
 
-from baton.registry.admin_commands import Orders
+from baton.registry.admin_commands import AdminCommands
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.shared_adapters import AdapterEntry
 from baton.types.errors import InvalidRequestError, UnavailableError
@@ -74,7 +74,7 @@ class _ChangeBody(OperatorBody):
     golden: Annotated[list[dict[str, Any]], Field(max_length=MAX_GOLDEN)] | None = None
 
 
-def routes(router: Process, desks: Mapping[str, Orders]) -> Endpoints:
+def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
     """Return the endpoints of models. Both are for operators.
 
     ``desks`` are the queues of each model's controller.

@@ -78,7 +78,7 @@ class Prediction(NamedTuple):
     begun: int = 0
 
 
-class Verdict(Enum):
+class SloDecision(Enum):
     """Decision on a request."""
 
     PLACE = "place"
@@ -164,7 +164,7 @@ class SloGate:
         now_ns: int,
         caller: Hashable,
         over_share: bool = False,
-    ) -> Verdict:
+    ) -> SloDecision:
         """Decide on a request that came now, or on one in the lane, which leaves it if placed.
 
         Args:
@@ -193,11 +193,11 @@ class SloGate:
             self.leave(request_id)
             self.promises.came(caller)
             self.promises.placed(prediction.compute_s, now_ns)
-            return Verdict.PLACE
+            return SloDecision.PLACE
         if late is not None:
-            return Verdict.WAIT
+            return SloDecision.WAIT
         if early:
-            return Verdict.REFUSE
+            return SloDecision.REFUSE
         entry = _Late(
             work_s=prediction.compute_s,
             until_ns=now_ns + round(LANE_WAIT * slo.ttft_s * 1e9),
@@ -208,8 +208,8 @@ class SloGate:
             if returned:
                 self._returned[request_id] = now_ns + round(HEADROOM * slo.ttft_s * 1e9)
             self.promises.came(caller)
-            return Verdict.WAIT
-        return Verdict.REFUSE
+            return SloDecision.WAIT
+        return SloDecision.REFUSE
 
     def _is_awaited(self, now_ns: int) -> bool:
         """Return whether a client that came again can still be on time: it goes first."""

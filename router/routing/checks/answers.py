@@ -15,8 +15,8 @@ from baton.text.answer_check import (
     MAX_CHARACTERS,
     TIME_LIMIT_S,
     UNCHECKED,
+    AnswerFinding,
     Conformance,
-    Finding,
     Match,
     Question,
     Redaction,
@@ -99,5 +99,5 @@ class AnswerChecks:
         except (TimeoutError, ProcessEndedError, UnavailableError) as error:
             _LOG.warning("a check of an answer has no result: %s", error or type(error).__name__)
             return None
-        finding = msgspec.msgpack.decode(body, type=Finding)
+        finding = msgspec.msgpack.decode(body, type=AnswerFinding)
         return None if finding.is_over else finding.texts

@@ -15,7 +15,7 @@ from baton.telemetry.metrics import Metrics
 from baton.telemetry.tasks import BackgroundTasks
 from baton.text.confined import frame
 from baton.text.grammar import MAX_SOURCE_CHARACTERS, GrammarKind, Vocabulary
-from baton.text.grammar_check import Question, Verdict
+from baton.text.grammar_check import Question, TriedGrammar
 from baton.types.errors import BatonError, GrammarError
 from router.routing.checks.fair_limit import FairLimit
 from router.routing.checks.process import ConfinedProcess, ProcessEndedError
@@ -43,7 +43,7 @@ class GrammarChecker:
         self._vocabulary = vocabulary
         self._metrics = metrics
         self._limit_s = limit_s
-        self._known: OrderedDict[Question, Verdict] = OrderedDict()
+        self._known: OrderedDict[Question, TriedGrammar] = OrderedDict()
         self._known_characters = 0
         self._process = ConfinedProcess("baton.text.grammar_check")
         self._limit = FairLimit(1, "grammars")
@@ -82,20 +82,20 @@ class GrammarChecker:
         await self._tasks.close()
         await self._process.kill()
 
-    async def _in_turn(self, question: Question, tenant: str) -> Verdict:
+    async def _in_turn(self, question: Question, tenant: str) -> TriedGrammar:
         await self._limit.acquire(tenant)
-        verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        verdict: asyncio.Future[TriedGrammar] = asyncio.get_running_loop().create_future()
         trial = self._tasks.spawn(self._try_into(question, verdict), "grammar")
         trial.add_done_callback(lambda _: self._tried(tenant, verdict))
         return await asyncio.shield(verdict)
 
-    def _tried(self, tenant: str, verdict: asyncio.Future[Verdict]) -> None:
+    def _tried(self, tenant: str, verdict: asyncio.Future[TriedGrammar]) -> None:
         self._limit.release(tenant)
         verdict.cancel()  # no effect unless the compilation was cut short
         if not verdict.cancelled():
             verdict.exception()  # retrieved even if no caller waits any more
 
-    async def _try_into(self, question: Question, verdict: asyncio.Future[Verdict]) -> None:
+    async def _try_into(self, question: Question, verdict: asyncio.Future[TriedGrammar]) -> None:
         try:
             verdict.set_result(await self._try(question))
         except BatonError as error:
@@ -104,7 +104,7 @@ class GrammarChecker:
             verdict.set_exception(error)
             raise
 
-    async def _try(self, question: Question) -> Verdict:
+    async def _try(self, question: Question) -> TriedGrammar:
         verdict = self._known.get(question)
         if verdict is not None:  # compiled while this one waited
             return verdict
@@ -113,16 +113,18 @@ class GrammarChecker:
         began_s = monotonic()
         try:
             body = await self._process.ask(frame(question), self._limit_s)
-            verdict = msgspec.msgpack.decode(body, type=Verdict)
+            verdict = msgspec.msgpack.decode(body, type=TriedGrammar)
         except TimeoutError:  # not kept: the machine may have been busy
-            return Verdict(error=f"{TIMED_OUT} {self._limit_s:g} s to compile")
+            return TriedGrammar(error=f"{TIMED_OUT} {self._limit_s:g} s to compile")
         except ProcessEndedError:
-            verdict = Verdict(error=f"{_EXPENSIVE}it is nested too deeply, or needs much memory")
+            verdict = TriedGrammar(
+                error=f"{_EXPENSIVE}it is nested too deeply, or needs much memory"
+            )
         self._metrics.observe("baton_grammar_compile_seconds", monotonic() - began_s)
         self._keep(question, verdict)
         return verdict
 
-    def _keep(self, question: Question, verdict: Verdict) -> None:
+    def _keep(self, question: Question, verdict: TriedGrammar) -> None:
         self._known[question] = verdict
         self._known_characters += _characters(question, verdict)
         while len(self._known) > _KEPT_VERDICTS or self._known_characters > _KEPT_CHARACTERS:
@@ -133,11 +135,11 @@ class GrammarChecker:
 
     async def _start(self) -> None:
         vocabulary = frame(await asyncio.to_thread(self._vocabulary))
-        loaded = msgspec.msgpack.decode(await self._process.start(vocabulary), type=Verdict)
+        loaded = msgspec.msgpack.decode(await self._process.start(vocabulary), type=TriedGrammar)
         if loaded.error:
             await self._process.kill()
             raise GrammarError(loaded.error)
 
 
-def _characters(question: Question, verdict: Verdict) -> int:
+def _characters(question: Question, verdict: TriedGrammar) -> int:
     return len(question.source) + len(verdict.grammar) + len(verdict.error)

@@ -7,7 +7,7 @@ from time import monotonic_ns
 from typing import Protocol
 
 from baton.registry.redis_store import RegistryUnavailableError
-from baton.registry.router_demands import Plan, RouterDemand, TenantDemand
+from baton.registry.router_demands import PlannedSizes, RouterDemand, TenantDemand
 from baton.registry.types import WorkDemand
 from baton.telemetry.tasks import BackgroundTasks
 from router.routing.peers.shares import Shares
@@ -37,7 +37,7 @@ class Queue(Protocol):
 class DemandSource(Protocol):
     """Shared demands; implemented by ``baton.registry.router_demands.RouterDemands``."""
 
-    plan: Plan
+    plan: PlannedSizes
 
     async def exchange(self, router_id: str, own: RouterDemand) -> dict[str, RouterDemand]:
         """Publish the demand of one router, and return those of all others."""
@@ -66,7 +66,7 @@ class ShareFeed:
         source: DemandSource | None,
         count_failure: Callable[[str], None],
         last_turn: Callable[[], int] = lambda: 0,
-        on_plan: Callable[[Plan], None] = lambda _: None,
+        on_plan: Callable[[PlannedSizes], None] = lambda _: None,
     ) -> None:
         self._on_plan = on_plan
         self._router_id = router_id

@@ -48,7 +48,7 @@ PAIRED_OF_A_ROLE = 6
 COMPARED = 16
 
 
-class DecodeLine(NamedTuple):
+class FittedDecodeLine(NamedTuple):
     """Time of a step without prompt tokens, as a worker fitted it; all 0 if it has not."""
 
     step_s: float = 0.0
@@ -59,14 +59,14 @@ class DecodeLine(NamedTuple):
         """Return the time of a step; ``context`` are the tokens of all rows."""
         return self.step_s + rows * self.row_s + context * self.context_s
 
-    def beside(self, median_s: float) -> "DecodeLine":
+    def beside(self, median_s: float) -> "FittedDecodeLine":
         """Return the line for the number of streams beside one more.
 
         Without a fit it begins at the median step, and ``STEP_SHARE_PER_STREAM`` is assumed.
         """
         if any(self):
             return self._replace(step_s=self.step_s + self.row_s)
-        return DecodeLine(median_s, median_s * STEP_SHARE_PER_STREAM)
+        return FittedDecodeLine(median_s, median_s * STEP_SHARE_PER_STREAM)
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     prefill_token_s: float = 0.0  # one token without context; 0: use the rate
     prefill_context_s: float = 0.0  # more per token of context
     decode_step_s: float = PRIOR_DECODE_STEP_S
-    decode_line: DecodeLine = DecodeLine()
+    decode_line: FittedDecodeLine = FittedDecodeLine()
     answering_context: int = 0
     coming_context: int = 0
     block_bytes: int = 0

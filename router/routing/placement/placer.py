@@ -32,7 +32,7 @@ from router.routing.placement.prompt_hashes import HashSeedCache, prompt_hashes
 from router.routing.placement.shortlist import Described, Shortlist
 from router.routing.placement.worker_columns import Workers
 from router.routing.placement.worker_load import NO_TIERS, Rates, Reports, load_of, loads_of
-from router.routing.workers.table import Slot
+from router.routing.workers.table import WorkerSlot
 from router.settings import RouterSettings
 
 _INITIAL_OUTPUT_TOKENS = 128.0
@@ -97,7 +97,7 @@ class Placer:
         *,
         clock_ns: Callable[[], int] = monotonic_ns,
         random_source: random.Random | None = None,
-        hashes_of: Callable[[GenerationRequest, Sequence[Slot]], Hashes] | None = None,
+        hashes_of: Callable[[GenerationRequest, Sequence[WorkerSlot]], Hashes] | None = None,
     ) -> None:
         self._settings = settings
         self._workers = workers
@@ -162,7 +162,7 @@ class Placer:
             return
         self._output_tokens.add(completion_tokens / request.sampling.n)
 
-    def eligible(self, request: GenerationRequest, avoid: bytes = b"") -> list[Slot]:
+    def eligible(self, request: GenerationRequest, avoid: bytes = b"") -> list[WorkerSlot]:
         """Return workers that may serve the request; ``avoid`` is an incarnation that failed."""
         usable = list(self._workers.usable)
         if avoid:

@@ -30,7 +30,7 @@ from router.routing.placement.cost import (
 )
 from router.routing.placement.edges import ReportedEdges
 from router.routing.placement.prefix_sources import MAX_SOURCES, PULL_OVERHEAD_S, Source
-from router.routing.placement.worker_load import Rates, Report
+from router.routing.placement.worker_load import ParsedReport, Rates
 
 NO_TIERS_AT_ALL: Mapping[int, tuple[int, float]] = {}
 
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
     sources: tuple[Source, ...] = ()
 
 
-class Row(ctypes.Structure):
+class PricingRow(ctypes.Structure):
     """Report of one worker: ``BatonRow`` in ``pricing.cpp``."""
 
     _fields_ = [
@@ -101,7 +101,7 @@ class PricingBuffers:
     """
 
     def __init__(self, workers: int) -> None:
-        self.rows: Any = (Row * workers)()
+        self.rows: Any = (PricingRow * workers)()
         self.prompt = Prompt(
             prefill_overhead_s=PREFILL_OVERHEAD_S,
             edge_overhead_s=EDGE_OVERHEAD_S,
@@ -157,7 +157,9 @@ class Pricing:
         self._formats: dict[str, int] = {}
         self._rates_of: list[list[list[int]]] = []  # halves whose rates were read last
 
-    def write(self, index: int, worker_id: str, role: str, report: Report, rates: Rates) -> None:
+    def write(
+        self, index: int, worker_id: str, role: str, report: ParsedReport, rates: Rates
+    ) -> None:
         """Write the row of a worker that has reported."""
         number = self._formats.setdefault(report.format_id, len(self._formats))
         if number >= len(self._buffers.arrays["halves"]):
@@ -169,7 +171,7 @@ class Pricing:
         streams = report.streams
         self._names[index] = worker_id
         self._edges[index] = report.edges_bytes_per_s
-        self._buffers.rows[index] = Row(
+        self._buffers.rows[index] = PricingRow(
             queued_tokens=report.queued_tokens,
             queued_context=report.queued_context,
             streams=streams,

@@ -14,7 +14,7 @@ from baton.wire.compatibility import format_id, kv_format
 from baton.wire.tokens import TOKEN_BYTES, pack_tokens
 from router.request import GenerationRequest
 from router.routing.placement.native.library import load
-from router.routing.workers.table import Slot
+from router.routing.workers.table import WorkerSlot
 
 _MAX_SEEDS = 1024
 
@@ -52,7 +52,9 @@ class HashSeedCache:
         return known[1]
 
 
-def prompt_hashes(request: GenerationRequest, slots: Sequence[Slot], seeds: HashSeedCache) -> bytes:
+def prompt_hashes(
+    request: GenerationRequest, slots: Sequence[WorkerSlot], seeds: HashSeedCache
+) -> bytes:
     """Return the hashes of the prompt's full blocks, 16 bytes each.
 
     The workers of a fleet share one format. If some differ (a rolling upgrade), the hashes are of

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.routing.placement.cost import Candidate, DecodeLine, Terms, WorkerLoad, price
+from router.routing.placement.cost import Candidate, FittedDecodeLine, Terms, WorkerLoad, price
 
 REPRICED_CANDIDATES = 12
 """Number of cheapest candidates that are priced again at each request's end, in the event loop."""
@@ -58,11 +58,11 @@ class FittedRates(NamedTuple):
     decode_step_s: float
     prefill_token_s: float = 0.0
     prefill_context_s: float = 0.0
-    decode_line: DecodeLine = DecodeLine()
+    decode_line: FittedDecodeLine = FittedDecodeLine()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredRequest:
     """Measurements of one request on the chosen workers.
 
     Attributes:
@@ -91,7 +91,7 @@ class Regret:
 def regret(
     chosen: Candidate,
     compared: Sequence[Candidate],
-    measured: Measured,
+    measured: MeasuredRequest,
     fitted: Callable[[str], FittedRates | None],
     *,
     prompt_tokens: int,
@@ -148,7 +148,7 @@ def _refit(worker: WorkerLoad, fitted: Callable[[str], FittedRates | None]) -> W
     )
 
 
-def _with_measured(candidate: Candidate, chosen: Candidate, measured: Measured) -> Terms:
+def _with_measured(candidate: Candidate, chosen: Candidate, measured: MeasuredRequest) -> Terms:
     """Return a candidate's terms, with the measurements on workers shared with the choice."""
     terms = candidate.terms
     if candidate.computes.worker_id == chosen.computes.worker_id:

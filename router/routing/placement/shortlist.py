@@ -28,7 +28,7 @@ from router.routing.placement.worker_load import (
     ReportedWorker,
     Reports,
 )
-from router.routing.workers.table import Slot
+from router.routing.workers.table import WorkerSlot
 
 _JITTER_S = 1e-9  # random order of equal workers
 _CROWDING_EVERY_NS = 20_000_000
@@ -47,7 +47,7 @@ class Placed(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Placements(Sequence[Placed]):
+class PricedPlacements(Sequence[Placed]):
     """Lazy view of priced placements, the cheapest first; most are never read.
 
     The state of their workers is by number: report, unreported load, cached blocks, tiers.
@@ -150,7 +150,7 @@ class Shortlist:
         self._booked: dict[int, Unreported] = {}  # by index, without zeros
 
     @property
-    def usable(self) -> list[Slot]:
+    def usable(self) -> list[WorkerSlot]:
         """Workers that take new requests, as of the last update."""
         return self._workers.usable
 
@@ -164,7 +164,7 @@ class Shortlist:
         ``held`` is the number of leading blocks of each incarnation that has the first one.
         """
         workers = self._workers
-        found: dict[Slot, int] = {}
+        found: dict[WorkerSlot, int] = {}
         for incarnation, blocks in sorted(held.items(), key=itemgetter(1), reverse=True):
             slot = workers.slot_of.get(incarnation)
             if slot is None:
@@ -205,7 +205,7 @@ class Shortlist:
         now_ns: int,
         *,
         avoid: bytes = b"",
-    ) -> Placements | None:
+    ) -> PricedPlacements | None:
         """Return the cheapest of all placements without ``avoid``; None if not all can be priced.
 
         ``held`` is the number of leading blocks of each incarnation that has the first one.
@@ -236,7 +236,7 @@ class Shortlist:
         found = {index: workers.reported[index] for pair in pairs for index in pair}
         all_booked = self._booked
         booked = {index: load for index in found if (load := all_booked.get(index)) is not None}
-        return Placements(pairs, costs_s, found, booked, cached, tiers)
+        return PricedPlacements(pairs, costs_s, found, booked, cached, tiers)
 
     def _write_bookings(self, pricing: Pricing, book: LoadBook) -> None:
         """Write bookings that have changed since the last prompt, or all into new rows."""
@@ -267,7 +267,7 @@ class Shortlist:
         keep: int,
         source_blocks: int = 0,
         avoid: bytes = b"",
-    ) -> list[tuple[Slot, int]]:
+    ) -> list[tuple[WorkerSlot, int]]:
         """Return the workers of each role that are fastest, freest, or have most of the prompt.
 
         They come with their number of the prompt's blocks, the better ones first: ``keep`` of each

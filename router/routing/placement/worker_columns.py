@@ -14,7 +14,7 @@ from baton.registry.types import TIERS, Role, tier_incarnation
 from router.routing.placement.native.library import load
 from router.routing.placement.pricing import Pricing
 from router.routing.placement.worker_load import Rates, ReportedWorker, Reports
-from router.routing.workers.table import Slot
+from router.routing.workers.table import WorkerSlot
 
 _COLUMNS = np.dtype(
     [
@@ -32,13 +32,13 @@ class Workers(Protocol):
     """Workers of the fleet; implemented by ``router.routing.workers.table.WorkerTable``."""
 
     @property
-    def usable(self) -> list[Slot]:
+    def usable(self) -> list[WorkerSlot]:
         """Workers that take new requests."""
 
-    def __iter__(self) -> Iterator[Slot]:
+    def __iter__(self) -> Iterator[WorkerSlot]:
         """Iterate over all workers."""
 
-    def get(self, worker_id: str) -> Slot | None:
+    def get(self, worker_id: str) -> WorkerSlot | None:
         """Return the worker with this id."""
 
     def news(self) -> set[str] | None:
@@ -59,16 +59,16 @@ class WorkerColumns:
     def __init__(self, reports: Reports, *, native: bool) -> None:
         self.pricing: Pricing | None = None
         self.rates = Rates()
-        self.usable: list[Slot] = []
+        self.usable: list[WorkerSlot] = []
         self.reported: list[ReportedWorker] = []
         self.index_of_worker: dict[str, int] = {}
         self.index_of_incarnation: dict[bytes, int] = {}
-        self.slot_of: dict[bytes, Slot] = {}
-        self.tier_of: dict[bytes, tuple[Slot, str]] = {}
+        self.slot_of: dict[bytes, WorkerSlot] = {}
+        self.tier_of: dict[bytes, tuple[WorkerSlot, str]] = {}
         self.members: dict[str, npt.NDArray[np.intp]] = {}
         self._reports = reports
         self._native = native
-        self._seen: list[Slot] = []  # all slots, by place
+        self._seen: list[WorkerSlot] = []  # all slots, by place
         self._fingerprints: list[tuple[object, ...]] = []  # by place
         self._place_of: dict[str, int] = {}
         self._index_of: list[int] = []  # by place; -1: not usable
@@ -202,6 +202,6 @@ class WorkerColumns:
         row["block_pull_s"] = report.block_bytes / self.rates.edge_bytes_per_s
 
 
-def _fingerprint(slot: Slot) -> tuple[object, ...]:
+def _fingerprint(slot: WorkerSlot) -> tuple[object, ...]:
     link = slot.link
     return (slot, slot.record, (link, link.live, link.status) if link is not None else ())

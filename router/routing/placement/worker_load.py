@@ -21,14 +21,14 @@ from router.routing.placement.cost import (
     PRIOR_EDGE_BYTES_PER_S,
     PRIOR_PREFILL_TOKENS_PER_S,
     PRIOR_TIER_BLOCK_S,
-    DecodeLine,
+    FittedDecodeLine,
     WorkerLoad,
 )
 from router.routing.placement.edges import Links, ReportedEdges
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.prefix_sources import Source
 from router.routing.placement.regret import FittedRates
-from router.routing.workers.table import Slot
+from router.routing.workers.table import WorkerSlot
 
 NO_TIERS = (0, 0.0)
 _SAMPLE_PROMPT_TOKENS = 4096
@@ -39,7 +39,7 @@ _FIT_SPREAD = 0.1  # the fits of equal workers differ by a few percent
 
 
 def loads_of(
-    slots: Sequence[Slot],
+    slots: Sequence[WorkerSlot],
     hashes: Hashes,
     prefix_index: PrefixIndex,
     book: LoadBook,
@@ -62,7 +62,7 @@ def loads_of(
     ]
 
 
-class PromptLine(NamedTuple):
+class FittedPromptLine(NamedTuple):
     """Time per prompt token, plus ``context_s`` per token before it; 0 if not measured."""
 
     token_s: float = 0.0
@@ -70,13 +70,13 @@ class PromptLine(NamedTuple):
     sample_s: float = 0.0  # time of a prompt of usual length, for comparisons
 
     @classmethod
-    def fitted(cls, token_s: float, context_s: float) -> "PromptLine":
+    def fitted(cls, token_s: float, context_s: float) -> "FittedPromptLine":
         """Return the line that a worker reports."""
         context = context_tokens(0, _SAMPLE_PROMPT_TOKENS)
         sample_s = _SAMPLE_PROMPT_TOKENS * token_s + context * context_s
         return cls(token_s, context_s, sample_s)
 
-    def is_like(self, usual: "PromptLine") -> bool:
+    def is_like(self, usual: "FittedPromptLine") -> bool:
         """Return whether two workers differ by less than fits of equal workers do."""
         return abs(self.sample_s - usual.sample_s) <= _FIT_SPREAD * usual.sample_s
 
@@ -88,10 +88,10 @@ class Rates:
     prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S
     decode_step_s: float = PRIOR_DECODE_STEP_S
     edge_bytes_per_s: float = PRIOR_EDGE_BYTES_PER_S
-    prompt_lines: Mapping[str, PromptLine] = field(default_factory=dict)  # by role
+    prompt_lines: Mapping[str, FittedPromptLine] = field(default_factory=dict)  # by role
 
     @classmethod
-    def expected(cls, reports: Sequence[tuple[str, "Report"]]) -> "Rates":
+    def expected(cls, reports: Sequence[tuple[str, "ParsedReport"]]) -> "Rates":
         """Return the means of other workers, so that missing measurements are no advantage.
 
         The same holds for edges: with fast links, a pair without a transfer must not count as slow,
@@ -100,7 +100,7 @@ class Rates:
         prefills = [rate for _, report in reports if (rate := report.prefill_tokens_per_s)]
         steps = [step for _, report in reports if (step := report.decode_step_s)]
         edges = [rate for _, report in reports if (rate := report.edge_bytes_per_s)]
-        lines: dict[str, list[PromptLine]] = {}
+        lines: dict[str, list[FittedPromptLine]] = {}
         for role, report in reports:
             if report.prompt_line.token_s:
                 lines.setdefault(role, []).append(report.prompt_line)
@@ -123,7 +123,7 @@ class Rates:
         lines = [figure for role in sorted(self.prompt_lines) for figure in self.prompt_lines[role]]
         return [self.prefill_tokens_per_s, self.decode_step_s, self.edge_bytes_per_s, *lines]
 
-    def prompt_line(self, role: str, report: "Report") -> PromptLine:
+    def prompt_line(self, role: str, report: "ParsedReport") -> FittedPromptLine:
         """Return the worker's own line, or the usual one if the difference is noise.
 
         Half a percent would send every uncached prompt to the same few idle workers: the rate would
@@ -135,17 +135,17 @@ class Rates:
             return usual
         return own
 
-    def token_s(self, role: str, report: "Report") -> float:
+    def token_s(self, role: str, report: "ParsedReport") -> float:
         """Return the time of a prompt token without context."""
         known_s = self.prompt_line(role, report).token_s
         return known_s or 1 / (report.prefill_tokens_per_s or self.prefill_tokens_per_s)
 
 
-def _median(lines: Sequence[PromptLine]) -> PromptLine:
+def _median(lines: Sequence[FittedPromptLine]) -> FittedPromptLine:
     return sorted(lines, key=attrgetter("sample_s"))[len(lines) // 2]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ParsedReport(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's last report, parsed once: many prompts are placed between two reports."""
 
     status: WorkerStatus
@@ -157,9 +157,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     room_blocks: int
     total_blocks: int
     prefill_tokens_per_s: float
-    prompt_line: PromptLine
+    prompt_line: FittedPromptLine
     decode_step_s: float
-    decode_line: DecodeLine
+    decode_line: FittedDecodeLine
     answering_context: int
     coming_context: int
     adapters: frozenset[bytes]
@@ -189,8 +189,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         status: WorkerStatus,
         capabilities: Capabilities,
         links: Links | None = None,
-        before: "Report | None" = None,
-    ) -> "Report":
+        before: "ParsedReport | None" = None,
+    ) -> "ParsedReport":
         """Parse a report; unchanged capabilities are taken from ``before``."""
         blocks = status.kv_blocks
         edges = ReportedEdges(status, links)
@@ -208,7 +208,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             room_blocks=blocks.free + blocks.cached,
             total_blocks=blocks.total,
             prefill_tokens_per_s=status.prefill_tokens_per_s,
-            prompt_line=PromptLine.fitted(status.prefill_token_s, status.prefill_context_s),
+            prompt_line=FittedPromptLine.fitted(status.prefill_token_s, status.prefill_context_s),
             decode_step_s=status.decode_step_s,
             decode_line=_decode_line(status),
             answering_context=status.answering_context,
@@ -226,8 +226,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _decode_line(status: WorkerStatus) -> DecodeLine:
-    return DecodeLine(status.decode_base_s, status.decode_row_s, status.decode_context_s)
+def _decode_line(status: WorkerStatus) -> FittedDecodeLine:
+    return FittedDecodeLine(status.decode_base_s, status.decode_row_s, status.decode_context_s)
 
 
 def _block_shape(capabilities: Capabilities) -> tuple[int, int, str]:
@@ -247,16 +247,16 @@ def _block_shape(capabilities: Capabilities) -> tuple[int, int, str]:
 class ReportedWorker(NamedTuple):
     """A worker and its last report."""
 
-    slot: Slot
+    slot: WorkerSlot
     incarnation: bytes
-    report: Report
+    report: ParsedReport
 
 
 class Reports:
     """Last report of each worker, parsed."""
 
     def __init__(self) -> None:
-        self._read: dict[str, Report] = {}
+        self._read: dict[str, ParsedReport] = {}
         self._rates = Rates()
         self._links = Links()
         self._rates_until_ns = -1
@@ -276,7 +276,7 @@ class Reports:
             self._rates_until_ns = now_ns + _RATES_VALID_NS
         return self._rates
 
-    def of(self, slot: Slot) -> Report:
+    def of(self, slot: WorkerSlot) -> ParsedReport:
         """Return the last report of a worker.
 
         Raises:
@@ -291,13 +291,13 @@ class Reports:
             or report.status is not link.status
             or report.capabilities is not link.capabilities
         ):
-            report = Report.read(link.status, link.capabilities, self._links, report)
+            report = ParsedReport.read(link.status, link.capabilities, self._links, report)
             self._read[slot.worker_id] = report
         return report
 
 
 def load_of(
-    slot: Slot,
+    slot: WorkerSlot,
     cached_blocks: int,
     book: LoadBook,
     adapter: str = "",
@@ -330,9 +330,9 @@ def load_of(
 class Known(NamedTuple):
     """State of a worker when a prompt is placed."""
 
-    slot: Slot
+    slot: WorkerSlot
     incarnation: bytes
-    report: Report
+    report: ParsedReport
     booked: Unreported
     cached_blocks: int
     tiers: tuple[int, float] = NO_TIERS
@@ -384,7 +384,7 @@ class Known(NamedTuple):
         )
 
 
-def fitted_rates(slot: Slot | None) -> FittedRates | None:
+def fitted_rates(slot: WorkerSlot | None) -> FittedRates | None:
     """Return the current rates of a live worker."""
     status = slot.link.status if slot is not None and slot.link is not None else None
     if status is None:

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-from router.routing.workers.table import Slot
+from router.routing.workers.table import WorkerSlot
 
 
-def rates(slots: Iterable[Slot]) -> dict[str, dict[str, Any]]:
+def rates(slots: Iterable[WorkerSlot]) -> dict[str, dict[str, Any]]:
     """Return each worker's measurements, None where it has none.
 
     They are prefill in tokens/s, a decode step in seconds, prompt tokens that wait or are being

@@ -8,7 +8,7 @@ from typing import Any
 
 from batonpb.common_pb2 import WorkerStatus
 
-from router.routing.workers.table import Slot, WorkerTable
+from router.routing.workers.table import WorkerSlot, WorkerTable
 
 COLUMNS = (
     "id",
@@ -60,7 +60,7 @@ class WorkerCells:
         self.note()
         return [self._row(slot) for slot in self._workers.shown()]
 
-    def _row(self, slot: Slot) -> list[Any]:
+    def _row(self, slot: WorkerSlot) -> list[Any]:
         link = slot.link
         state, since_s = self._states[slot.worker_id]
         has_process = state not in ("dead", "parked")

@@ -7,7 +7,7 @@ from baton.types.errors import BatonError
 from router.request import GenerationRequest
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.record import RequestRecord
-from router.tenants.quota import Reservation
+from router.tenants.quota import QuotaReservation
 
 Prepare = Callable[[], Awaitable[Sequence[GenerationRequest]]]
 
@@ -41,7 +41,7 @@ class Call:
     active: list[ActiveRequest] = field(default_factory=list)
     shadow: str = ""
     copied: Prepare | None = None
-    reservation: Reservation | None = None
+    reservation: QuotaReservation | None = None
     status: int = 499
     error: BatonError | None = None
     is_kept: bool = False

@@ -9,11 +9,11 @@ from statistics import median
 
 from batonpb.decode_pb2 import RequestTimes
 
-from baton.registry.router_demands import Plan
+from baton.registry.router_demands import PlannedSizes
 from baton.telemetry.live_series import LiveSeries
 from baton.telemetry.metrics import Metrics
 from router.request import GenerationRequest
-from router.routing.placement.regret import Allowance, FittedRates, Measured, regret
+from router.routing.placement.regret import Allowance, FittedRates, MeasuredRequest, regret
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.call import Call
 from router.routing.requests.record import RequestRecord
@@ -26,7 +26,7 @@ class _Lanes:
     def __init__(self) -> None:
         self.series = LiveSeries()
         self.queues: dict[int, tuple[int, int]] = {}  # waiting requests and their limit
-        self.plans: dict[int, Plan] = {}
+        self.plans: dict[int, PlannedSizes] = {}
 
 
 class Observer:
@@ -55,7 +55,7 @@ class Observer:
         self.metrics.set("baton_queue_requests", sum(n for n, _ in queues), tenant="all")
         self.metrics.set("baton_queue_limit_requests", sum(most for _, most in queues))
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: PlannedSizes) -> None:
         """Record the planner's last result."""
         self.lanes.plans[id(self)] = plan
         plans = self.lanes.plans.values()
@@ -253,7 +253,7 @@ class Observer:
         found = regret(
             placement.chosen,
             placement.candidates,
-            Measured(
+            MeasuredRequest(
                 queue_s=times.queue_ns / 1e9,
                 compute_s=times.prefill_ns / 1e9,
                 exposed_s=active.exposed_s,

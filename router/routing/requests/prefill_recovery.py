@@ -20,7 +20,7 @@ from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.dispatch import prefill_target, prefix_sources
 from router.routing.requests.observer import Observer
 from router.routing.requests.recovery_policy import after_prefill_failure
-from router.routing.workers.table import Slot, WorkerTable
+from router.routing.workers.table import WorkerSlot, WorkerTable
 from router.settings import RouterSettings
 
 
@@ -89,7 +89,7 @@ class PrefillRecovery:
             if active.wants_prefill and not active.record.ended:
                 self._try_replacement(active)
 
-    def _prefills(self, active: ActiveRequest) -> list[Slot]:
+    def _prefills(self, active: ActiveRequest) -> list[WorkerSlot]:
         return [
             slot
             for slot in self.workers.usable

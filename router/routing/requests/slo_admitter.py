@@ -11,7 +11,7 @@ from baton.types.slo import Slo
 from router.request import GenerationRequest
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
-from router.routing.admission.slo_gate import SloGate, Verdict
+from router.routing.admission.slo_gate import SloDecision, SloGate
 from router.routing.placement.placer import Placer, Quote
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.workers.table import WorkerTable
@@ -92,7 +92,7 @@ class SloAdmitter:
             caller=caller,
             over_share=self._admission.is_over_share(request.tenant),
         )
-        if verdict is Verdict.PLACE:
+        if verdict is SloDecision.PLACE:
             active.predicted_step_s = prediction.step_s
             self._placed(active, entry, quote)
             return
@@ -100,7 +100,7 @@ class SloAdmitter:
             self._admission.withdraw(entry)
             self._late[active.id] = (active, entry, slo)
             active.admitted = False
-        if verdict is Verdict.REFUSE:
+        if verdict is SloDecision.REFUSE:
             after_s = self.gate.retry_after_s(prediction, self._computing, now_ns, caller)
             self._refuse_now(active, slo, after_s)
             return

@@ -37,7 +37,7 @@ from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_options import ROUTER_OPTIONS, open_channel
 from baton.wire.router_frames import gather
 from baton.wire.tls import FleetTls, distrust
-from router.routing.workers.silence import Exchange, Rest
+from router.routing.workers.silence import Rest, UnansweredFrames
 
 _LOG = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class WorkerLink:
         self._reopen_s = reopen_s
         self._out: deque[RouterFrame] = deque()
         self._wake = asyncio.Event()
-        self._exchange = Exchange(ALIVE.now_ns())
+        self._exchange = UnansweredFrames(ALIVE.now_ns())
         self._beat_ns = 0  # interval until the next heartbeat, as of its last computation
         self._owes = asyncio.Event()  # the worker must answer: check how long it has been silent
         self._asks = False  # send a heartbeat at once

@@ -25,7 +25,7 @@ STALE_S = 2.5  # Redis shows a live worker once a second
 _SPREAD = 0.75  # smallest random factor of these times: a thousand workers must not coincide
 
 
-class Exchange:
+class UnansweredFrames:
     """Frames that were sent to one worker, received from it, and are unanswered."""
 
     def __init__(self, opened_ns: int) -> None:

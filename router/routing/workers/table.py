@@ -42,7 +42,7 @@ class WorkerDirectory(Protocol):
         """Yield every registered worker, then each change."""
 
 
-class Slot:
+class WorkerSlot:
     """Place of a worker in a pool, over all its incarnations.
 
     Args:
@@ -241,9 +241,9 @@ class WorkerTable:
         self._settings = settings
         self._hello = hello
         self._listener = listener
-        self._slots: dict[str, Slot] = {}
-        self._usable: list[Slot] = []
-        self._usable_of: dict[str, Slot] = {}
+        self._slots: dict[str, WorkerSlot] = {}
+        self._usable: list[WorkerSlot] = []
+        self._usable_of: dict[str, WorkerSlot] = {}
         self._unseen: set[str] = set()  # slots that changed since `usable` was last read
         self._readers = [self._unseen]
         folder = settings.lane_dir
@@ -309,7 +309,7 @@ class WorkerTable:
         if slot is None:
             if record.state == "dead" and record.intent == "leave":
                 return
-            slot = self._slots[record.worker_id] = Slot(record, self._settings.emulated)
+            slot = self._slots[record.worker_id] = WorkerSlot(record, self._settings.emulated)
             slot.on_change = partial(self._note_change, record.worker_id)
             self._note_change(record.worker_id)
         returned = not slot.listed or slot.record.intent == "leave"
@@ -321,7 +321,7 @@ class WorkerTable:
             return
         self._take(slot, record)
 
-    def _take(self, slot: Slot, record: WorkerRecord) -> None:
+    def _take(self, slot: WorkerSlot, record: WorkerRecord) -> None:
         if slot.is_begun and record.state == "dead":
             slot.dead_since_ns = None  # the incarnation that has ended never served
         turned = record.role != slot.role
@@ -370,7 +370,7 @@ class WorkerTable:
             self._mark_dead(slot)
             self._hang_up(slot, died=False)
 
-    def _hang_up(self, slot: Slot, *, died: bool) -> None:
+    def _hang_up(self, slot: WorkerSlot, *, died: bool) -> None:
         link = slot.link
         slot.link = None
         if link is not None:
@@ -382,7 +382,7 @@ class WorkerTable:
         await link.close()
         self._closing.discard(link)
 
-    def _mark_dead(self, slot: Slot) -> None:
+    def _mark_dead(self, slot: WorkerSlot) -> None:
         if slot.dead_since_ns is None:
             slot.dead_since_ns = monotonic_ns()
         self._signal()
@@ -413,10 +413,10 @@ class WorkerTable:
         sums = (totals.count, totals.bytes, totals.failures)
         self._transfers.note(link.incarnation, sums)
 
-    def __iter__(self) -> Iterator[Slot]:
+    def __iter__(self) -> Iterator[WorkerSlot]:
         return iter(self._slots.values())
 
-    def get(self, worker_id: str) -> Slot | None:
+    def get(self, worker_id: str) -> WorkerSlot | None:
         """Return the slot of a worker."""
         return self._slots.get(worker_id)
 
@@ -435,7 +435,7 @@ class WorkerTable:
         return max((slot.record.turn for slot in self), default=0)
 
     @property
-    def usable(self) -> list[Slot]:
+    def usable(self) -> list[WorkerSlot]:
         """Slots whose workers take new requests; only changed ones are checked again."""
         if self._unseen:
             changed = False
@@ -461,7 +461,7 @@ class WorkerTable:
         for unseen in self._readers:
             unseen.add(worker_id)
 
-    def shown(self) -> list[Slot]:
+    def shown(self) -> list[WorkerSlot]:
         """Return the slots that operators see, in any order: not those that are long gone."""
         limit_ns = monotonic_ns() - int(self._settings.dead_shown_s * 1e9)
         return [
@@ -505,5 +505,5 @@ def _block_counts(blocks: BlockCounts) -> dict[str, int]:
     }
 
 
-def _long_dead(slot: Slot, limit_ns: int) -> bool:
+def _long_dead(slot: WorkerSlot, limit_ns: int) -> bool:
     return slot.dead_since_ns is not None and slot.dead_since_ns < limit_ns

@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from baton.engine.core.sequence import TokenSequence
-from baton.engine.core.speculative.proposers import Candidate, Proposal, Speculation, StepCost
+from baton.engine.core.speculative.proposers import DraftCandidate, Proposal, Speculation, StepCost
 
 
 class FreeDraftTokens(StepCost):
@@ -34,13 +34,13 @@ class Oracle:
         self.honesty = honesty
         self.random = random.Random(1)
 
-    def propose(self, candidates: Sequence[Candidate], budget_tokens: int) -> list[Proposal]:
+    def propose(self, candidates: Sequence[DraftCandidate], budget_tokens: int) -> list[Proposal]:
         return [self._one(candidate) for candidate in candidates]
 
     def retain(self, sequence_ids: Mapping[int, TokenSequence]) -> None:
         pass
 
-    def _one(self, candidate: Candidate) -> Proposal:
+    def _one(self, candidate: DraftCandidate) -> Proposal:
         sequence = candidate.sequence
         answer = self.answers.get((tuple(sequence.request.prompt), sequence.choice), ())
         truth = answer[sequence.generated :][: candidate.allowed(0)]

@@ -10,7 +10,7 @@ from baton.engine.core.scheduler import SchedulerConfig
 from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec, TokenSequence
 from baton.engine.core.speculative.acceptance import accepted_draft_tokens
 from baton.engine.core.speculative.proposers import (
-    Candidate,
+    DraftCandidate,
     NgramProposer,
     Proposal,
     Speculation,
@@ -235,11 +235,11 @@ def run_steps(core: EngineCore, count: int) -> list[ev.Event]:
 # ---------------------------------------------------------------- n-grams
 
 
-def asked(tokens: list[int], allowed=lambda kind: 4, sequence_id: int = 1) -> Candidate:
+def asked(tokens: list[int], allowed=lambda kind: 4, sequence_id: int = 1) -> DraftCandidate:
     params = SamplingParams(max_tokens=99)
     spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=SEED)
     inside = EngineRequest(request_id="a", prompt=tokens[:1], spec=spec)
-    return Candidate(
+    return DraftCandidate(
         TokenSequence(sequence_id=sequence_id, request=inside, choice=0, tokens=tokens), allowed
     )
 

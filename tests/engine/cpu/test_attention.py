@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.engine.cpu import selftest
-from baton.engine.cpu.attention import AttentionTiling, PagedAttention, Span
+from baton.engine.cpu.attention import AttentionTiling, PagedAttention, QuerySpan
 from baton.engine.cpu.selftest import (
     attention_fault,
     candidate_tilings,
@@ -57,12 +57,12 @@ def test_it_computes_attention(
     keys, values = pool[1][:, table].reshape(2, 96, KV_HEADS, DIM)
     for start, count in ((0, 96), (0, 5), (31, 34), (70, 20)):
         q = torch.randn(count, HEADS, DIM)
-        got = attention.run(1, attention.plan([], [Span(0, start, count, table)]), q)
+        got = attention.run(1, attention.plan([], [QuerySpan(0, start, count, table)]), q)
         end = start + count
         assert torch.allclose(got, reference(q, keys[:end], values[:end], start), atol=1e-5)
     for position in (0, 15, 16, 63, 64, 95):
         q = torch.randn(1, HEADS, DIM)
-        got = attention.run(1, attention.plan([Span(0, position, 1, table)], []), q)
+        got = attention.run(1, attention.plan([QuerySpan(0, position, 1, table)], []), q)
         expected = reference(q, keys[: position + 1], values[: position + 1], position)
         assert torch.allclose(got, expected, atol=1e-5)
 
@@ -79,12 +79,12 @@ def test_a_window_hides_what_is_older(
     keys, values = pool[1][:, table].reshape(2, 256, KV_HEADS, DIM)
     for start, count in ((0, 256), (101, 60), (250, 5)):
         q, end = torch.randn(count, HEADS, DIM), start + count
-        got = attention.run(1, attention.plan([], [Span(0, start, count, table)]), q)
+        got = attention.run(1, attention.plan([], [QuerySpan(0, start, count, table)]), q)
         expected = reference(q, keys[:end], values[:end], start, window)
         assert torch.allclose(got, expected, atol=1e-5)
     positions = [100, 101, 255]
     q = torch.randn(3, HEADS, DIM)
-    spans = [Span(row, position, 1, table) for row, position in enumerate(positions)]
+    spans = [QuerySpan(row, position, 1, table) for row, position in enumerate(positions)]
     got = attention.run(1, attention.plan(spans, []), q)
     for row, position in enumerate(positions):
         expected = reference(q[row : row + 1], keys, values, position, window)
@@ -95,7 +95,7 @@ def test_layers_without_a_window_see_everything_in_the_same_step(pool: torch.Ten
     attention = attention_over(pool, candidate_tilings(3)[1], (8, None))
     table = [5, 6, 7, 8, 9, 10]
     q = torch.randn(1, HEADS, DIM)
-    plan = attention.plan([Span(0, 95, 1, table)], [])
+    plan = attention.plan([QuerySpan(0, 95, 1, table)], [])
     for layer, window in ((0, 8), (1, 1_000)):
         keys, values = pool[layer][:, table].reshape(2, 96, KV_HEADS, DIM)
         expected = reference(q, keys, values, 95, window)
@@ -105,8 +105,8 @@ def test_layers_without_a_window_see_everything_in_the_same_step(pool: torch.Ten
 def test_a_mixed_step_equals_its_parts(pool: torch.Tensor) -> None:
     attention = attention_over(pool, candidate_tilings(3)[1])
     tables = [[0, 1, 2], [9, 7, 5], [10, 11, 12], [20, 21, 22, 23, 24]]
-    decodes = [Span(i, 33 + i, 1, tables[i]) for i in range(3)]
-    chunk = Span(3, 9, 40, tables[3])
+    decodes = [QuerySpan(i, 33 + i, 1, tables[i]) for i in range(3)]
+    chunk = QuerySpan(3, 9, 40, tables[3])
     q = torch.randn(43, HEADS, DIM)
     together = attention.run(0, attention.plan(decodes, [chunk]), q)
     for span in (*decodes, chunk):
@@ -121,7 +121,7 @@ def test_isolated_rows_read_no_block_but_their_own(pool: torch.Tensor) -> None:
     attention = attention_over(pool, candidate_tilings(3)[1])
     pool[:, :, 3:] = float("nan")
     q = torch.randn(1, HEADS, DIM)
-    span = Span(0, 40, 1, [0, 1, 2])
+    span = QuerySpan(0, 40, 1, [0, 1, 2])
     assert attention.run(0, attention.plan([span], []), q).isnan().any()
     assert not attention.run(0, attention.plan([span], [], isolated=True), q).isnan().any()
 
@@ -189,7 +189,7 @@ def test_every_chunk_of_a_unit_has_the_bits_of_the_whole() -> None:
     attention = PagedAttention(pool, geometry, 9, tiling, (None,))
 
     def run(start: int, end: int) -> torch.Tensor:
-        calls = attention.plan([], [Span(0, start, end - start, blocks)])
+        calls = attention.plan([], [QuerySpan(0, start, end - start, blocks)])
         return attention.run(0, calls, q[start:end])
 
     whole = run(0, len(q))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from baton.engine.cpu.attention import AttentionTiling, Span
+from baton.engine.cpu.attention import AttentionTiling, QuerySpan
 from baton.engine.cpu.kv_codec import kv_codec
 from baton.engine.cpu.native import attention as native
 from baton.engine.cpu.native import library
@@ -72,13 +72,13 @@ def test_it_is_close_to_torch_and_rows_depend_on_themselves_alone(
     attention, pool = make(heads, kv_heads, dim, window)
     mine, other = tables()
     q = torch.randn(600, heads, dim).bfloat16()
-    whole = attention.run(0, attention.plan([], [Span(0, 0, 600, mine)]), q)
+    whole = attention.run(0, attention.plan([], [QuerySpan(0, 0, 600, mine)]), q)
     assert (whole.float() - reference(pool, q, mine, window)).abs().max() < 0.02
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for start, count in [(0, 1), (5, 1), (15, 2), (16, 1), (37, 100), (300, 299), (599, 1)]:
             rows = torch.cat([torch.randn(3, heads, dim).bfloat16(), q[start : start + count]])
-            spans = [Span(0, 200, 3, other), Span(3, start, count, mine)]
+            spans = [QuerySpan(0, 200, 3, other), QuerySpan(3, start, count, mine)]
             got = attention.run(0, attention.plan(spans[:0], spans), rows)
             assert same_bits(got[3:], whole[start : start + count])
 
@@ -87,7 +87,7 @@ def test_nothing_beyond_a_sequence_is_read(sums) -> None:
     attention, pool = make(9, 3, 64, None)
     mine, other = tables()
     q = torch.randn(37, 9, 64).bfloat16()
-    plan = attention.plan([], [Span(0, 0, 37, mine)])
+    plan = attention.plan([], [QuerySpan(0, 0, 37, mine)])
     before = attention.run(0, plan, q).clone()
     pool[:, :, other] = float("nan")
     pool[:, :, mine[3:]] = float("nan")
@@ -119,7 +119,7 @@ def test_a_pool_of_bytes_is_written_and_read_as_the_codec_does(stored) -> None:
     outs = []
     for geometry, pool in pools.items():
         attention = NativeAttention(found, pool, geometry, heads, tiling)
-        plan = attention.plan([], [Span(0, 0, tokens, mine)])
+        plan = attention.plan([], [QuerySpan(0, 0, tokens, mine)])
         attention.write(0, plan, kv if geometry is small else codec.decode(codec.encode(kv)))
         outs.append(attention.run(0, plan, q))
     written = pools[small][0][:, mine].flatten(1, 2)[:, :tokens]
@@ -139,11 +139,11 @@ def test_what_is_no_number_stays_none_in_a_pool_of_bytes(stored) -> None:
         attention = NativeAttention(found, pool, geometry, 1, tiling)
         kv = torch.ones(2, 3, 1, 32).bfloat16()
         kv[1, 1, 0, 5] = wrong
-        plan = attention.plan([], [Span(0, 0, 3, [1])])
+        plan = attention.plan([], [QuerySpan(0, 0, 3, [1])])
         attention.write(0, plan, kv)
         q = torch.ones(3, 1, 32).bfloat16()
         assert torch.isnan(attention.run(0, plan, q)[1:]).any()
-        before = attention.plan([Span(0, 0, 1, [1])], [])
+        before = attention.plan([QuerySpan(0, 0, 1, [1])], [])
         assert torch.isfinite(attention.run(0, before, q[:1])).all()
 
 

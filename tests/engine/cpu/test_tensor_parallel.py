@@ -26,11 +26,11 @@ from baton.engine.cpu.parallel.rank_processes import (
     GROUP_BROKE,
     Adapt,
     Forward,
-    Loaded,
     Prepare,
     Prepared,
     RankError,
     RankProcesses,
+    WeightsLoaded,
     _answer_reader,
     _Rank,
     frame,
@@ -378,7 +378,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     try:
         with pytest.raises(RankError, match=r"rank 1 .*: ModelError: .*other"):
             shard = lead(resolve_model(model).config, ranks)
-            ranks.wait_until(Loaded)
+            ranks.wait_until(WeightsLoaded)
             del shard  # not before: rank 1 may still be joining its group
     finally:
         ranks.close()

@@ -32,7 +32,7 @@ async def test_an_engine_that_loads_long_is_waited_for_as_long_as_it_says_someth
     waiting = asyncio.create_task(inbox.until_ready(1.0))
     for _ in range(6):
         await asyncio.sleep(0.25)
-        inbox.dispatch([messages.Progress("convert weights: 10 %")])
+        inbox.dispatch([messages.LoadProgress("convert weights: 10 %")])
     assert not waiting.done()
     with pytest.raises(InternalError, match="no report from the loading engine"):
         await asyncio.wait_for(waiting, 10.0)
@@ -314,7 +314,7 @@ async def test_a_first_token_outside_the_vocabulary_ends_its_request_alone(local
         else:
             client.send(messages.Commit("r", generation, (2**31,)))
         assert (await of(ev.Ended)).error_code == "invalid_request"
-        client.send(messages.Drained("r", generation))
+        client.send(messages.PagesDrained("r", generation))
         client.send(
             msgspec.structs.replace(submit, spec=msgspec.structs.replace(spec, kind=Kind.FULL))
         )

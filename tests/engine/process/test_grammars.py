@@ -40,7 +40,7 @@ def engine(monkeypatch):
     loop.start()
     shell.settimeout(10)
     yield shell
-    shell.sendall(messages.frame([messages.Stop()]))
+    shell.sendall(messages.frame([messages.StopEngine()]))
     loop.join(10)
     assert not grammars._held, "a grammar is held for a request that has ended"
     shell.close()

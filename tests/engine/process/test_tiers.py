@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from baton.engine.core.sequence import Kind, RequestSpec
-from baton.engine.core.tiers.tiers import POOL, Copy
+from baton.engine.core.tiers.tiers import POOL, TierCopy
 from baton.engine.process import messages, tier_shelves
 from baton.engine.process.build import _format_key
 from baton.engine.process.client import EngineClient
@@ -268,14 +268,14 @@ def test_a_copy_that_ends_in_whatever_way_does_not_end_the_copies_after_it():
     """Any exception but two ended the thread, and with it the admission of the whole worker."""
     moved = []
 
-    def move(copy: Copy) -> str:
+    def move(copy: TierCopy) -> str:
         moved.append(copy.number)
         if copy.number == 1:
             raise ValueError("a surprise")
         return "done"
 
     copier = TierCopier(SimpleNamespace(move=move, close=lambda: None))
-    copies = [Copy(number, HASH, POOL, number, "memory", number) for number in (1, 2)]
+    copies = [TierCopy(number, HASH, POOL, number, "memory", number) for number in (1, 2)]
     copier.order(copies)
     ended = []
     while len(ended) < 2:

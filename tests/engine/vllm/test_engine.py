@@ -313,11 +313,11 @@ async def test_a_late_subscription_requests_what_it_missed(running: Running) -> 
 async def test_a_deletion_that_fails_says_so(running: Running, answer: bool, blocks: int) -> None:
     running.replay.live = []
     running.replay.reset = msgspec.json.encode({"success": answer})
-    running.engine.handle(messages.Forget(frozenset({b"abcd"})))
+    running.engine.handle(messages.EraseBlocks(frozenset({b"abcd"})))
     async with asyncio.timeout(10):
-        while not running.of(messages.Forgotten):
+        while not running.of(messages.BlocksErased):
             await asyncio.sleep(0.005)
-    (report,) = running.of(messages.Forgotten)
+    (report,) = running.of(messages.BlocksErased)
     assert min(report.blocks["pool"], 0) == blocks
 
 

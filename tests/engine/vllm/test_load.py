@@ -1,7 +1,7 @@
 """Steps and load of vLLM, from the arrival of tokens."""
 
 from baton.engine.process.step_rates import StepRates
-from baton.engine.vllm.load import SETTLED_NS, LoadMeter, Row
+from baton.engine.vllm.load import SETTLED_NS, LoadMeter, SequenceProgress
 
 MS = 1_000_000
 
@@ -9,7 +9,7 @@ MS = 1_000_000
 def test_tokens_of_one_step_arrive_together_and_a_second_one_ends_it() -> None:
     meter = LoadMeter(total_blocks=100)
     for choice in (0, 1):
-        meter.submitted("r", choice, Row(160, 0, 0))
+        meter.submitted("r", choice, SequenceProgress(160, 0, 0))
     assert meter.tokens("r", 0, 1, 100 * MS, 0) is None
     assert meter.tokens("r", 1, 1, 101 * MS, 0) is None
     first = meter.tokens("r", 0, 1, 120 * MS, 0)
@@ -27,7 +27,7 @@ def test_tokens_of_one_step_arrive_together_and_a_second_one_ends_it() -> None:
 
 def test_a_step_without_a_successor_ends_by_itself() -> None:
     meter = LoadMeter(total_blocks=100)
-    meter.submitted("r", 0, Row(32, 0, 0))
+    meter.submitted("r", 0, SequenceProgress(32, 0, 0))
     meter.tokens("r", 0, 1, 50 * MS, 0)
     assert meter.settled(50 * MS + SETTLED_NS - 1, 0) is None
     assert meter.settled(50 * MS + SETTLED_NS, 0) is not None
@@ -36,7 +36,7 @@ def test_a_step_without_a_successor_ends_by_itself() -> None:
 
 def test_a_prompt_counts_without_its_cached_tokens() -> None:
     meter = LoadMeter(total_blocks=100)
-    meter.submitted("r", 0, Row(160, 128, 10 * MS))
+    meter.submitted("r", 0, SequenceProgress(160, 128, 10 * MS))
     waiting = meter.status(0)
     assert (waiting.queued_prompt_tokens, waiting.answering) == (32, 0)
     assert waiting.queued_prompt_context == sum(range(128, 160))
@@ -54,7 +54,7 @@ def test_the_rates_that_routers_use_come_out() -> None:
     rates = StepRates()
     now_ns = 0
     for request in map(str, range(5)):
-        meter.submitted(request, 0, Row(500, 0, now_ns))
+        meter.submitted(request, 0, SequenceProgress(500, 0, now_ns))
         now_ns += 500 * MS  # a token of a prompt takes 1 ms
         for _ in range(20):
             if (step := meter.tokens(request, 0, 1, now_ns, 0)) is not None:
@@ -68,7 +68,7 @@ def test_the_rates_that_routers_use_come_out() -> None:
 
 def test_the_blocks_add_up() -> None:
     meter = LoadMeter(total_blocks=20)
-    meter.submitted("r", 0, Row(160, 0, 0))
+    meter.submitted("r", 0, SequenceProgress(160, 0, 0))
     for cached_blocks in (0, 5, 15, 30):
         blocks = meter.status(cached_blocks).blocks
         assert blocks.free + blocks.cached + blocks.in_use == blocks.total == 20
@@ -78,7 +78,7 @@ def test_the_blocks_add_up() -> None:
 def test_a_prompt_that_comes_from_another_worker_is_not_computed() -> None:
     """The time in which its KV is loaded is neither that of a prompt nor that of a step."""
     meter = LoadMeter(total_blocks=100)
-    meter.submitted("r", 0, Row(160, 32, 0, comes=True))
+    meter.submitted("r", 0, SequenceProgress(160, 32, 0, comes=True))
     waiting = meter.status(0)
     assert (waiting.queued_prompt_tokens, waiting.coming_context) == (0, 160)
     assert meter.tokens("r", 0, 1, 900 * MS, 0) is None
@@ -93,7 +93,7 @@ def test_a_prompt_that_comes_from_another_worker_is_not_computed() -> None:
 
 def test_a_held_prompt_keeps_its_blocks_and_is_no_response() -> None:
     meter = LoadMeter(total_blocks=100)
-    meter.submitted("r", 0, Row(160, 0, 0))
+    meter.submitted("r", 0, SequenceProgress(160, 0, 0))
     meter.tokens("r", 0, 1, 80 * MS, 0)
     assert meter.input_ns("r", 0) == 80 * MS
     meter.row("r", 0).held = True

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from loadtest.client.processes import ClientFailedError, run_clients
-from loadtest.client.records import RequestRecord, ServerOptions
+from loadtest.client.records import CallRecord, ServerOptions
 from loadtest.metrics.request_figures import ttft_s
 from loadtest.workloads.lengths import parse_lengths
 from loadtest.workloads.plan import Conversation, Plan, Segment, Turn
@@ -26,8 +26,8 @@ def even(requests: int, rate: float, **changes: object) -> Plan:
     return open_loop_plan(load, name="even", seed=1)
 
 
-async def send(plan: Plan, server: ServerOptions, **more) -> tuple[list[RequestRecord], list]:
-    records: list[RequestRecord] = []
+async def send(plan: Plan, server: ServerOptions, **more) -> tuple[list[CallRecord], list]:
+    records: list[CallRecord] = []
     arguments = {"clients": 1, "record": records.append, **more}
     reports = await run_clients(plan, server, **arguments)
     return sorted(records, key=lambda record: record.index), reports

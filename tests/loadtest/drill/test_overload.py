@@ -2,17 +2,17 @@
 
 import pytest
 
-from loadtest.client.records import RequestRecord
+from loadtest.client.records import CallRecord
 from loadtest.drill.overload import judge_overload, overload_phases, recovery_s
-from loadtest.drill.verdict import Verdict
-from loadtest.goodput.phases import Limits, phased_plan
+from loadtest.drill.verdict import DrillOutcome
+from loadtest.goodput.phases import GoodLimits, phased_plan
 from tests.loadtest.drill.test_verdict import GOLDEN, ended, worker
 from tests.loadtest.metrics.test_metrics import record
 
 RATE = 2.0
 PHASES = overload_phases(RATE)
 PLAN = phased_plan(PHASES, 0)
-LIMITS = Limits(ttft_s=2.0, itl_s=0.05, own_s=0.5)
+LIMITS = GoodLimits(ttft_s=2.0, itl_s=0.05, own_s=0.5)
 
 
 def answered(index: int, start_s: float, *, ttft_s: float = 1.0, itl_s: float = 0.02):
@@ -28,13 +28,13 @@ def answered(index: int, start_s: float, *, ttft_s: float = 1.0, itl_s: float = 
     )
 
 
-def refused(index: int, start_s: float, **changes: object) -> RequestRecord:
+def refused(index: int, start_s: float, **changes: object) -> CallRecord:
     fields = {"end": "http_error", "status": 429, "detail": "slo_unreachable: busy"}
     fields |= {"retry_after": "3", "chunk_s": []}
     return record(index=index, intended_s=start_s, ended_s=start_s, **{**fields, **changes})
 
 
-def load(**capacity: float) -> list[RequestRecord]:
+def load(**capacity: float) -> list[CallRecord]:
     """The load as a fleet serves it that refuses what exceeds its capacity in each phase."""
     records = []
     for phase in PHASES:
@@ -50,7 +50,7 @@ def load(**capacity: float) -> list[RequestRecord]:
     return records
 
 
-def judged(records, probes=(), workers=()) -> Verdict:
+def judged(records, probes=(), workers=()) -> DrillOutcome:
     return judge_overload(
         phases=PHASES,
         planned=range(PLAN.request_count),

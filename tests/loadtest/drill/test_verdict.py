@@ -3,24 +3,24 @@
 import msgspec
 import pytest
 
-from loadtest.drill.verdict import Verdict, WorkerState, judge, recovery_s
+from loadtest.drill.verdict import DrillOutcome, ShownWorker, judge, recovery_s
 from tests.loadtest.metrics.test_metrics import record
 
 GOLDEN = {0: "one two three", 1: "four five"}
 
 
-def worker(**changes: object) -> WorkerState:
+def worker(**changes: object) -> ShownWorker:
     blocks = {"total": 10, "free": 7, "cached": 3, "leased": 0, "quarantined": 0}
     fields = {"id": "decode-0", "role": "decode", "state": "ready", "epoch": 1, "pid": 1}
     fields |= {"host": "here", "kv_blocks": blocks, "running": 0, "waiting": 0}
-    return WorkerState(**{**fields, **changes})
+    return ShownWorker(**{**fields, **changes})
 
 
 def ended(index: int, **changes: object):
     return record(**{"index": index, "answer": GOLDEN[index], **changes})
 
 
-def verdict(records, workers=(), *, may_fail: bool = False, fault_s: float = 9.0) -> Verdict:
+def verdict(records, workers=(), *, may_fail: bool = False, fault_s: float = 9.0) -> DrillOutcome:
     return judge(
         drill="d",
         what_was_done="",

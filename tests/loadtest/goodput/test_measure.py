@@ -8,7 +8,7 @@ from loadtest.client.records import ServerOptions
 from loadtest.client.server import ServerError
 from loadtest.goodput.fleet import SizedFleet
 from loadtest.goodput.measure import alone_s, held_rate, send_phases
-from loadtest.goodput.phases import Limits, Phase, PhaseFigures, figures_of, good_over_time
+from loadtest.goodput.phases import GoodLimits, LoadPhase, PhaseFigures, figures_of, good_over_time
 from tests.loadtest.metrics.test_metrics import record
 from tests.loadtest.tiny_server import Stream, tiny_server, words
 
@@ -58,14 +58,14 @@ async def test_a_refused_request_keeps_when_to_come_again():
         await stream.head(429, "application/json", {"retry-after": "7"})
         await stream.raw(b'{"error": {"code": "slo_unreachable", "message": "busy"}}')
 
-    phase = Phase(name="", rate=4.0, begin_s=0.0, end_s=0.5)
+    phase = LoadPhase(name="", rate=4.0, begin_s=0.0, end_s=0.5)
     with tiny_server(reply) as server:
         options = ServerOptions(url=server.url, model="tiny")
         records = await send_phases([phase], options, answer_tokens=3)
         with pytest.raises(ServerError, match="idle fleet failed: http_error slo_unreachable"):
             await alone_s(options)
     assert [found.retry_after for found in records] == ["7", "7"]
-    found = figures_of(phase, records, Limits(ttft_s=1.0, itl_s=1.0))
+    found = figures_of(phase, records, GoodLimits(ttft_s=1.0, itl_s=1.0))
     assert (found.sent, found.good, found.refused, found.failed) == (2, 0, 2, 0)
 
 
@@ -77,7 +77,7 @@ async def test_the_prompts_of_two_runs_differ():
         assert body["max_tokens"] == 3
         await words(body, stream)
 
-    phase = Phase(name="", rate=1.0, begin_s=0.0, end_s=0.1)
+    phase = LoadPhase(name="", rate=1.0, begin_s=0.0, end_s=0.1)
     with tiny_server(reply) as server:
         for _ in range(2):
             await send_phases([phase], ServerOptions(url=server.url, model="tiny"), 3)
@@ -89,7 +89,7 @@ def test_good_responses_over_time_count_when_they_were_to_be_sent():
     records = [record(index=i, intended_s=s, chunk_s=[s + 1.0]) for i, s in enumerate((1, 9, 11))]
     records.append(record(index=3, intended_s=12.0, chunk_s=[19.0]))
     records.append(record(index=4, intended_s=21.0, chunk_s=[22.0]))
-    limits = Limits(ttft_s=2.0, itl_s=1.0, own_s=0.5)
+    limits = GoodLimits(ttft_s=2.0, itl_s=1.0, own_s=0.5)
     assert good_over_time(records, limits, 20.0, 10.0) == [0.2, 0.1]
     slow = msgspec.structs.replace(limits, own_s=3.0)
     assert good_over_time(records, slow, 20.0, 10.0) == [0.2, 0.2], "twice its own time"

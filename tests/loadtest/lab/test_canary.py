@@ -10,7 +10,7 @@ import pytest
 from baton.config.load import load_config
 from loadtest.client.server import ServerError
 from loadtest.lab import canary as lab
-from loadtest.lab.canary_findings import Candidate, findings_of
+from loadtest.lab.canary_findings import MeasuredCandidate, findings_of
 from loadtest.lab.places import _emulated
 from loadtest.lab.table import LABS, LabContext
 
@@ -93,9 +93,9 @@ def test_a_fleet_without_the_versions_is_refused(monkeypatch: pytest.MonkeyPatch
         lab.run(LabContext(url="http://x", api_key="k"))
 
 
-def candidate(kind: str, out_s: float | None) -> Candidate:
+def candidate(kind: str, out_s: float | None) -> MeasuredCandidate:
     reason = "" if out_s is None else "because"
-    return Candidate(
+    return MeasuredCandidate(
         kind=kind, model="m", requests=7, out_s=out_s, reason=reason, sent=10, failed=0
     )
 

@@ -5,13 +5,13 @@ import pytest
 
 from baton.config.load import load_config
 from loadtest.client.records import ServerOptions
-from loadtest.goodput.phases import Limits, PhaseFigures
+from loadtest.goodput.phases import GoodLimits, PhaseFigures
 from loadtest.lab import split as lab
 from loadtest.lab.places import _emulated
-from loadtest.lab.split_findings import Split, Steered, findings_of
+from loadtest.lab.split_findings import MeasuredSplit, Steered, findings_of
 from tests.loadtest.metrics.test_metrics import record
 
-LIMITS = Limits(ttft_s=2.0, itl_s=0.1, own_s=0.5)
+LIMITS = GoodLimits(ttft_s=2.0, itl_s=0.1, own_s=0.5)
 
 
 def figures(rate: float, good: int, refused: int = 0) -> PhaseFigures:
@@ -29,9 +29,9 @@ def figures(rate: float, good: int, refused: int = 0) -> PhaseFigures:
 
 
 SPLITS = [
-    Split(prefill=1, decode=3, figures=figures(6.0, 20, 100)),
-    Split(prefill=2, decode=2, figures=figures(6.0, 60, 60)),
-    Split(prefill=3, decode=1, figures=figures(6.0, 30, 90)),
+    MeasuredSplit(prefill=1, decode=3, figures=figures(6.0, 20, 100)),
+    MeasuredSplit(prefill=2, decode=2, figures=figures(6.0, 60, 60)),
+    MeasuredSplit(prefill=3, decode=1, figures=figures(6.0, 30, 90)),
 ]
 BASE = figures(2.5, 50)
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.client.records import ENDS, ClientReport, RequestRecord
+from loadtest.client.records import ENDS, CallRecord, ClientReport
 from loadtest.metrics import request_figures as figures
 from loadtest.metrics.confidence import interval
-from loadtest.metrics.summary import Distribution, Slo, parse_slo, summarise
+from loadtest.metrics.summary import Distribution, LatencyGoals, parse_slo, summarise
 
 
-def record(**changes: object) -> RequestRecord:
+def record(**changes: object) -> CallRecord:
     fields = {
         "index": 0,
         "client": 0,
@@ -29,7 +29,7 @@ def record(**changes: object) -> RequestRecord:
         "answer_tokens": 4,
         "cached_tokens": 6,
     }
-    return RequestRecord(**{**fields, **changes})
+    return CallRecord(**{**fields, **changes})
 
 
 def client(**changes: object) -> ClientReport:
@@ -83,7 +83,7 @@ def test_goodput_counts_over_requests_sent():
         record(index=2, end="http_error", status=429, detail="queue_full: full", chunk_s=[]),
         record(index=3, end="aborted"),  # as planned: in neither
     ]
-    s = summarise(records, [client()], slo=Slo(ttft_s=2.0, tpot_s=0.5, quantile=0.3))
+    s = summarise(records, [client()], slo=LatencyGoals(ttft_s=2.0, tpot_s=0.5, quantile=0.3))
     assert (s.sent, s.good, s.slo_met) == (4, 1, True)
     assert s.attainment == pytest.approx(1 / 3)
     assert s.ends == {"ok": 2, "http_error": 1, "aborted": 1}
@@ -94,7 +94,7 @@ def test_goodput_counts_over_requests_sent():
 
 def test_warm_up_is_in_nothing():
     records = [record(index=0, intended_s=1.0), record(index=1)]
-    s = summarise(records, [], slo=Slo(), warmup_s=5.0)
+    s = summarise(records, [], slo=LatencyGoals(), warmup_s=5.0)
     assert (s.sent, s.prompt_tokens, s.cached_tokens) == (1, 10, 6)
     assert s.duration_s == pytest.approx(7.5)
 
@@ -109,13 +109,13 @@ def test_warm_up_is_in_nothing():
     ],
 )
 def test_a_client_that_could_not_keep_up_is_named(records, report, reason):
-    verdict = summarise(records, [report], slo=Slo()).client
+    verdict = summarise(records, [report], slo=LatencyGoals()).client
     assert verdict.was_bottleneck == (reason is not None)
     assert reason is None or reason in " ".join(verdict.reasons)
 
 
 @st.composite
-def any_record(draw) -> RequestRecord:
+def any_record(draw) -> CallRecord:
     intended = draw(st.floats(0, 100))
     late, first, *gaps = draw(st.lists(st.floats(0, 5), min_size=2, max_size=20))
     chunks = []
@@ -136,14 +136,14 @@ def any_record(draw) -> RequestRecord:
 @pytest.mark.parametrize(("ttft_s", "good"), [(2.0, True), (1.0, False)])
 def test_a_limit_may_count_from_the_second_token_if_it_is_in_time(ttft_s, good):
     one = record(intended_s=0.0, sent_s=0.0, chunk_s=[0.5, 1.5, 1.6, 1.7], answer_tokens=4)
-    assert not Slo(ttft_s=ttft_s, tpot_s=0.2).met_by(one)
-    assert Slo(ttft_s=ttft_s, tpot_s=0.2, from_second=True).met_by(one) == good
+    assert not LatencyGoals(ttft_s=ttft_s, tpot_s=0.2).met_by(one)
+    assert LatencyGoals(ttft_s=ttft_s, tpot_s=0.2, from_second=True).met_by(one) == good
 
 
 @given(st.lists(any_record(), max_size=12), st.floats(0.1, 5), st.floats(0, 50))
 @settings(deadline=None)
 def test_no_run_breaks_the_sums(records, limit, warmup_s):
-    s = summarise(records, [], slo=Slo(ttft_s=limit), warmup_s=warmup_s)
+    s = summarise(records, [], slo=LatencyGoals(ttft_s=limit), warmup_s=warmup_s)
     assert sum(s.ends.values()) == s.sent
     assert sum(s.errors.values()) == s.sent - s.ends.get("ok", 0) - s.ends.get("aborted", 0)
     assert 0 <= s.good <= s.ends.get("ok", 0)
@@ -151,7 +151,7 @@ def test_no_run_breaks_the_sums(records, limit, warmup_s):
     for d in s.distributions.values():
         assert d.count > 0
         assert -1e-9 <= d.p50 <= d.p90 <= d.p95 <= d.p99 <= d.max
-    looser = summarise(records, [], slo=Slo(ttft_s=2 * limit), warmup_s=warmup_s)
+    looser = summarise(records, [], slo=LatencyGoals(ttft_s=2 * limit), warmup_s=warmup_s)
     assert looser.good >= s.good
     assert msgspec.json.decode(msgspec.json.encode(s), type=type(s)) == s
 
@@ -165,7 +165,7 @@ def test_percentiles_lie_within_the_values(values):
 
 def test_an_objective_as_it_is_typed():
     slo = parse_slo("ttft_s=1,tpot_s=0.1", 0.95)
-    assert slo == Slo(ttft_s=1.0, tpot_s=0.1, quantile=0.95)
+    assert slo == LatencyGoals(ttft_s=1.0, tpot_s=0.1, quantile=0.95)
     assert slo.label() == "goodput@95(ttft 1 s, tpot 0.1 s)"
 
 

@@ -23,7 +23,7 @@ from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.goodput import Goodput, goodput
 from loadtest.simulator.network import LINKS, Network
 from loadtest.simulator.policies import FLEET
-from loadtest.simulator.report import Slo, as_json, bound_share, figures
+from loadtest.simulator.report import SimulationSlo, as_json, bound_share, figures
 from loadtest.simulator.simulation import Setup, Simulation
 from loadtest.simulator.worker import SimulatedWorker
 from loadtest.workloads.days import days
@@ -43,7 +43,7 @@ def run(setup: Setup, trace) -> Simulation:
 
 
 def figures_of(setup: Setup, trace):
-    return figures(run(setup, trace), trace, Slo())
+    return figures(run(setup, trace), trace, SimulationSlo())
 
 
 def assert_nothing_is_left(simulation: Simulation) -> None:
@@ -150,7 +150,7 @@ def test_the_same_seed_gives_the_same_bytes(workers):
 
     def written(seed: int) -> bytes:
         simulation = run(replace(setup, seed=seed), trace)
-        return as_json(simulation, figures(simulation, trace, Slo()), Slo())
+        return as_json(simulation, figures(simulation, trace, SimulationSlo()), SimulationSlo())
 
     assert written(1) == written(1)
     assert written(1) != written(2)
@@ -235,7 +235,7 @@ def test_deaths_are_survived_or_told():
     trace = read_trace(SAMPLE, 100)
     setup = Setup(prefill_workers=6, decode_workers=6, mtbf_s=80.0, repair_s=5.0)
     simulation = run(setup, trace)
-    result = figures(simulation, trace, Slo())
+    result = figures(simulation, trace, SimulationSlo())
     assert result.worker_deaths > 2
     told = {"worker_lost", "poison_request", "unavailable", "queue_full", "transfer_failed"}
     assert set(result.errors) <= told
@@ -324,7 +324,7 @@ def test_a_tier_in_host_memory_gives_back_what_small_pools_evict():
     small = replace(SMALL, prefill_kv_tokens=262_144, pull_prefixes=False, check_every_step=True)
     without = run(small, trace)
     tiered = run(replace(small, memory_kv_tokens=4_194_304), trace)
-    before, after = (figures(one, trace, Slo()) for one in (without, tiered))
+    before, after = (figures(one, trace, SimulationSlo()) for one in (without, tiered))
     assert after.hit_share > before.hit_share
     (tier,) = tiered.lives[0].core.tiers.counts()
     assert tier.brought > 0
@@ -510,7 +510,9 @@ def test_the_planner_turns_a_worker_and_the_report_has_every_decision():
     trace = [TraceRequest(n / 2.0, 6000, 20) for n in range(40)]
     simulation = planned(trace, 1, "auto", decode_workers=3)
     assert simulation.turns >= 1
-    content = msgspec.json.decode(as_json(simulation, figures(simulation, trace, Slo()), Slo()))
+    content = msgspec.json.decode(
+        as_json(simulation, figures(simulation, trace, SimulationSlo()), SimulationSlo())
+    )
     turns = [one for one in content["decisions"] if one["decision"]["type"] == "turn"]
     assert content["figures"]["goodput"]["turns"] == len(turns) == simulation.turns
     assert turns[0]["decision"]["role"] == "prefill"

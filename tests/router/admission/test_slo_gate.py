@@ -14,10 +14,10 @@ from router.routing.admission.slo_gate import (
     LANE_WAIT,
     LANE_WORK,
     Prediction,
+    SloDecision,
     SloGate,
-    Verdict,
 )
-from router.routing.placement.cost import DecodeLine, WorkerLoad, price
+from router.routing.placement.cost import FittedDecodeLine, WorkerLoad, price
 
 SLO = Slo(ttft_s=10.0, itl_s=0.05)
 SECOND = 10**9
@@ -28,7 +28,7 @@ def prediction(wait_s: float = 0.0, compute_s: float = 1.0, streams: float = 0.0
     return Prediction(wait_s=wait_s, compute_s=compute_s, streams=streams, step_s=step_s)
 
 
-def judge(gate: SloGate, name: str, asked: Prediction, now_s: float = 0.0, **fields) -> Verdict:
+def judge(gate: SloGate, name: str, asked: Prediction, now_s: float = 0.0, **fields) -> SloDecision:
     fields = {"waited_s": 0.0, "workers": 2, "caller": name, **fields}
     return gate.judge(name, asked, SLO, now_ns=round(now_s * SECOND), **fields)
 
@@ -36,59 +36,63 @@ def judge(gate: SloGate, name: str, asked: Prediction, now_s: float = 0.0, **fie
 def test_a_request_on_time_is_placed_however_long_its_prompt():
     for compute_s in (0.01, 1.0, 100.0):
         gate = SloGate(64, 256)
-        assert judge(gate, "a", prediction(LIMIT_S - 0.1, compute_s)) is Verdict.PLACE
-        assert judge(gate, "b", prediction(LIMIT_S + 0.1, compute_s)) is Verdict.WAIT
+        assert judge(gate, "a", prediction(LIMIT_S - 0.1, compute_s)) is SloDecision.PLACE
+        assert judge(gate, "b", prediction(LIMIT_S + 0.1, compute_s)) is SloDecision.WAIT
 
 
 def test_the_time_that_it_has_waited_counts():
     gate = SloGate(64, 256)
-    assert judge(gate, "a", prediction(4.0), waited_s=LIMIT_S - 3.9) is Verdict.WAIT
+    assert judge(gate, "a", prediction(4.0), waited_s=LIMIT_S - 3.9) is SloDecision.WAIT
 
 
 def test_slow_steps_and_full_batches_make_it_wait():
     gate = SloGate(64, 256)
-    assert judge(gate, "slow", prediction(step_s=0.051, streams=2)) is Verdict.WAIT
-    assert judge(gate, "slow", prediction(step_s=0.051, streams=2)) is Verdict.WAIT, "still slow"
-    assert judge(gate, "slow", prediction(step_s=0.049, streams=2)) is Verdict.PLACE
+    assert judge(gate, "slow", prediction(step_s=0.051, streams=2)) is SloDecision.WAIT
+    assert judge(gate, "slow", prediction(step_s=0.051, streams=2)) is SloDecision.WAIT, (
+        "still slow"
+    )
+    assert judge(gate, "slow", prediction(step_s=0.049, streams=2)) is SloDecision.PLACE
     full = prediction(streams=40.0)._replace(begun=64)
-    assert judge(gate, "full", full) is Verdict.WAIT, "though most have ended when it begins"
-    assert judge(gate, "fits", full._replace(begun=63)) is Verdict.PLACE
+    assert judge(gate, "full", full) is SloDecision.WAIT, "though most have ended when it begins"
+    assert judge(gate, "fits", full._replace(begun=63)) is SloDecision.PLACE
 
 
 def test_a_tenant_with_more_than_its_share_is_late_first():
     gate = SloGate(64, 256)
     half = prediction(LIMIT_S * 0.75)
-    assert judge(gate, "heavy", half, over_share=True) is Verdict.WAIT
-    assert judge(gate, "light", half) is Verdict.PLACE
+    assert judge(gate, "heavy", half, over_share=True) is SloDecision.WAIT
+    assert judge(gate, "light", half) is SloDecision.PLACE
 
 
 def test_a_late_request_is_placed_when_it_is_on_time_after_all_or_a_worker_is_idle():
     gate = SloGate(64, 256)
-    assert judge(gate, "a", prediction(20.0)) is Verdict.WAIT
-    assert judge(gate, "a", prediction(5.0), waited_s=5.0) is Verdict.WAIT
-    assert judge(gate, "a", prediction(1.0), waited_s=5.0) is Verdict.PLACE
-    assert judge(gate, "b", prediction(20.0)) is Verdict.WAIT
-    assert judge(gate, "b", prediction(0.0), waited_s=50.0) is Verdict.PLACE
+    assert judge(gate, "a", prediction(20.0)) is SloDecision.WAIT
+    assert judge(gate, "a", prediction(5.0), waited_s=5.0) is SloDecision.WAIT
+    assert judge(gate, "a", prediction(1.0), waited_s=5.0) is SloDecision.PLACE
+    assert judge(gate, "b", prediction(20.0)) is SloDecision.WAIT
+    assert judge(gate, "b", prediction(0.0), waited_s=50.0) is SloDecision.PLACE
     assert not gate.late
 
 
 def test_a_late_request_runs_beside_others_when_no_new_one_was_late_for_a_while():
     gate = SloGate(64, 256)
     idle = prediction(0.0, streams=2)
-    assert judge(gate, "a", prediction(20.0)) is Verdict.WAIT
-    assert judge(gate, "b", prediction(20.0), now_s=24.0) is Verdict.WAIT
-    assert judge(gate, "a", idle, now_s=24.9, waited_s=24.9) is Verdict.WAIT, "b was late just now"
-    assert judge(gate, "a", idle, now_s=25.0, waited_s=25.0) is Verdict.PLACE
+    assert judge(gate, "a", prediction(20.0)) is SloDecision.WAIT
+    assert judge(gate, "b", prediction(20.0), now_s=24.0) is SloDecision.WAIT
+    assert judge(gate, "a", idle, now_s=24.9, waited_s=24.9) is SloDecision.WAIT, (
+        "b was late just now"
+    )
+    assert judge(gate, "a", idle, now_s=25.0, waited_s=25.0) is SloDecision.PLACE
 
 
 def test_steps_are_predicted_so_that_all_but_one_of_20_keep_the_limit():
     gate = SloGate(64, 256)
     for number in range(1000):
         gate.learn_step(0.04, 0.04 * (1.2 if number % 25 == 0 else 1.0), 64)
-    assert judge(gate, "a", prediction(step_s=0.049, streams=2)) is Verdict.PLACE
+    assert judge(gate, "a", prediction(step_s=0.049, streams=2)) is SloDecision.PLACE
     for number in range(1000):
         gate.learn_step(0.04, 0.04 * (1.2 if number % 13 == 0 else 1.0), 64)
-    assert judge(gate, "b", prediction(step_s=0.049, streams=2)) is Verdict.WAIT
+    assert judge(gate, "b", prediction(step_s=0.049, streams=2)) is SloDecision.WAIT
 
 
 def test_a_full_lane_refuses_with_a_later_time_for_each():
@@ -96,7 +100,7 @@ def test_a_full_lane_refuses_with_a_later_time_for_each():
     names = [f"r{number}" for number in range(1000)]
     waiting = 0
     for name in names:
-        if judge(gate, name, prediction(20.0, compute_s=1.0)) is Verdict.REFUSE:
+        if judge(gate, name, prediction(20.0, compute_s=1.0)) is SloDecision.REFUSE:
             break
         waiting += 1
     assert waiting == LANE_WORK * SLO.ttft_s * 2
@@ -110,7 +114,7 @@ def test_a_full_lane_refuses_with_a_later_time_for_each():
 def test_the_lane_is_bounded_however_little_work_its_requests_are():
     gate = SloGate(64, 5)
     verdicts = [judge(gate, f"r{n}", prediction(20.0, compute_s=1e-6)) for n in range(7)]
-    assert verdicts == [Verdict.WAIT] * 5 + [Verdict.REFUSE] * 2
+    assert verdicts == [SloDecision.WAIT] * 5 + [SloDecision.REFUSE] * 2
 
 
 def test_nobody_waits_in_the_lane_for_ever():
@@ -132,25 +136,25 @@ def test_it_learns_how_far_predictions_are_from_the_truth():
     for _ in range(64):
         gate.learn_wait(1.0, 4.0, 1000)
         gate.learn_step(0.02, 0.04, tokens=100)
-    assert judge(gate, "a", prediction(LIMIT_S - 3.1)) is Verdict.PLACE
-    assert judge(gate, "b", prediction(LIMIT_S - 2.9)) is Verdict.WAIT
-    assert judge(gate, "c", prediction(step_s=0.0249)) is Verdict.PLACE
-    assert judge(gate, "d", prediction(step_s=0.0251, streams=2)) is Verdict.WAIT
+    assert judge(gate, "a", prediction(LIMIT_S - 3.1)) is SloDecision.PLACE
+    assert judge(gate, "b", prediction(LIMIT_S - 2.9)) is SloDecision.WAIT
+    assert judge(gate, "c", prediction(step_s=0.0249)) is SloDecision.PLACE
+    assert judge(gate, "d", prediction(step_s=0.0251, streams=2)) is SloDecision.WAIT
 
 
 def test_predictions_that_scatter_leave_more_room():
     gate = SloGate(64, 256)
     for number in range(64):
         gate.learn_step(0.02, 0.03 if number % 8 == 0 else 0.02, tokens=100)
-    assert judge(gate, "a", prediction(step_s=0.034, streams=2)) is Verdict.WAIT
-    assert judge(gate, "b", prediction(step_s=0.033, streams=2)) is Verdict.PLACE
+    assert judge(gate, "a", prediction(step_s=0.034, streams=2)) is SloDecision.WAIT
+    assert judge(gate, "b", prediction(step_s=0.033, streams=2)) is SloDecision.PLACE
 
 
 def test_short_responses_teach_nothing_about_steps():
     gate = SloGate(64, 256)
     for _ in range(64):
         gate.learn_step(0.02, 0.2, tokens=3)
-    assert judge(gate, "a", prediction(step_s=0.04)) is Verdict.PLACE
+    assert judge(gate, "a", prediction(step_s=0.04)) is SloDecision.PLACE
 
 
 def load(name: str, role: str, **fields) -> WorkerLoad:
@@ -179,7 +183,7 @@ def test_streams_are_those_that_will_run_when_the_prompt_is_done(answering, comi
     assert abs(now.streams - answering - coming) < 0.01, "nothing ends in no time"
 
 
-LINE = DecodeLine(step_s=0.015, row_s=5e-5, context_s=7e-8)
+LINE = FittedDecodeLine(step_s=0.015, row_s=5e-5, context_s=7e-8)
 
 
 def placed(decode: WorkerLoad, prompt_tokens: int = 1000, queued_tokens: int = 0):
@@ -243,7 +247,7 @@ def test_a_long_prompt_is_not_refused_for_its_own_context():
 def refused(gate: SloGate, name: str, now_s: float = 0.0, compute_s: float = 4.0) -> float:
     """Have a client refused; return the time at which it is told to come again."""
     asked = prediction(20.0, compute_s=compute_s)
-    assert judge(gate, name, asked, now_s) is Verdict.REFUSE
+    assert judge(gate, name, asked, now_s) is SloDecision.REFUSE
     return now_s + gate.retry_after_s(asked, 2, round(now_s * SECOND), name)
 
 
@@ -251,7 +255,7 @@ def busy_gate() -> SloGate:
     """Return a gate with a full lane."""
     gate = SloGate(64, 256)
     for number in range(10):
-        assert judge(gate, f"lane{number}", prediction(20.0, compute_s=2.0)) is Verdict.WAIT
+        assert judge(gate, f"lane{number}", prediction(20.0, compute_s=2.0)) is SloDecision.WAIT
     return gate
 
 
@@ -260,25 +264,25 @@ def test_clients_that_come_again_in_time_are_let_in_before_new_ones():
     told_s = [refused(gate, f"r{number}") for number in range(8)]
     assert told_s == sorted(told_s)
     nearly_full = prediction(LIMIT_S - 0.1)
-    assert judge(gate, "before", nearly_full, 1.0) is Verdict.PLACE, "no client is expected yet"
+    assert judge(gate, "before", nearly_full, 1.0) is SloDecision.PLACE, "no client is expected yet"
     for number, at_s in enumerate(told_s[:4]):
         new = judge(gate, f"new{number}", nearly_full, at_s, workers=0)
-        assert new is Verdict.REFUSE
+        assert new is SloDecision.REFUSE
         assert judge(gate, f"again{number}", nearly_full, at_s, caller=f"r{number}") is (
-            Verdict.PLACE
+            SloDecision.PLACE
         )
 
 
 def test_a_client_that_comes_in_its_time_waits_at_the_front_of_a_full_lane():
     gate = busy_gate()
     at_s = refused(gate, "a")
-    assert judge(gate, "again", prediction(20.0), at_s, caller="a") is Verdict.WAIT
-    assert judge(gate, "twice", prediction(20.0), at_s, caller="a") is Verdict.REFUSE
+    assert judge(gate, "again", prediction(20.0), at_s, caller="a") is SloDecision.WAIT
+    assert judge(gate, "twice", prediction(20.0), at_s, caller="a") is SloDecision.REFUSE
     for number in range(4):
         gate.leave(f"lane{number}")
     for number in range(5):
         newer = prediction(20.0, compute_s=1.0)
-        assert judge(gate, f"newer{number}", newer, at_s) is Verdict.WAIT
+        assert judge(gate, f"newer{number}", newer, at_s) is SloDecision.WAIT
     assert gate.next() == ["again", "newer4", "newer3", "newer2", "newer1"]
     gate.leave("again")
     assert "again" not in gate.next()
@@ -287,11 +291,11 @@ def test_a_client_that_comes_in_its_time_waits_at_the_front_of_a_full_lane():
 def test_no_new_request_passes_a_client_that_came_again_and_can_be_on_time():
     gate = busy_gate()
     at_s = refused(gate, "a")
-    assert judge(gate, "again", prediction(20.0), at_s, caller="a") is Verdict.WAIT
-    assert judge(gate, "new", prediction(1.0), at_s + 1) is Verdict.REFUSE
+    assert judge(gate, "again", prediction(20.0), at_s, caller="a") is SloDecision.WAIT
+    assert judge(gate, "new", prediction(1.0), at_s + 1) is SloDecision.REFUSE
     late = judge(gate, "again", prediction(1.0), at_s + 9, caller="a", waited_s=9.0)
-    assert late is Verdict.WAIT
-    assert judge(gate, "newer", prediction(1.0), at_s + 9) is Verdict.PLACE, "it is late anyway"
+    assert late is SloDecision.WAIT
+    assert judge(gate, "newer", prediction(1.0), at_s + 9) is SloDecision.PLACE, "it is late anyway"
 
 
 def test_calls_before_the_time_gain_nothing():
@@ -302,12 +306,12 @@ def test_calls_before_the_time_gain_nothing():
         assert refused(gate, "a", second) == at_s
     assert refused(gate, "b", 1.0) == later_s, "the calls of a moved it"
     half_full = prediction(LIMIT_S * 0.5)
-    assert judge(gate, "new", half_full, 1.0) is Verdict.PLACE
-    assert judge(gate, "early", half_full, 1.0, caller="a") is Verdict.REFUSE
+    assert judge(gate, "new", half_full, 1.0) is SloDecision.PLACE
+    assert judge(gate, "early", half_full, 1.0, caller="a") is SloDecision.REFUSE
     gate.leave("lane0")  # there is room in the lane now
     assert refused(gate, "a", 1.0) == at_s
     room = prediction(LIMIT_S * 0.3)
-    assert judge(gate, "other", room, 1.0, caller="a") is Verdict.PLACE, "the load has gone"
+    assert judge(gate, "other", room, 1.0, caller="a") is SloDecision.PLACE, "the load has gone"
     assert refused(gate, "b", 1.0) == later_s
 
 
@@ -318,7 +322,7 @@ def test_the_n_th_client_is_told_a_time_at_which_the_work_before_it_is_placed():
         gate = SloGate(64, 256)
         for number in range(300):
             asked = prediction(0.0, compute_s=rate)
-            assert judge(gate, f"r{number}", asked, number, workers=4) is Verdict.PLACE
+            assert judge(gate, f"r{number}", asked, number, workers=4) is SloDecision.PLACE
         asked = prediction(0.0, compute_s=1.0)
         times = [
             gate.retry_after_s(asked, 4, 300 * SECOND, f"late{number}") for number in range(101)
@@ -332,9 +336,9 @@ def test_room_for_clients_that_do_not_come_is_given_to_new_ones():
     gate = busy_gate()
     at_s = refused(gate, "a")
     nearly_full = prediction(LIMIT_S - 0.1)
-    assert judge(gate, "new", nearly_full, at_s) is Verdict.REFUSE
-    assert judge(gate, "half", prediction(LIMIT_S * 0.4), at_s) is Verdict.PLACE
-    assert judge(gate, "later", nearly_full, at_s + HOLD_S) is Verdict.PLACE
+    assert judge(gate, "new", nearly_full, at_s) is SloDecision.REFUSE
+    assert judge(gate, "half", prediction(LIMIT_S * 0.4), at_s) is SloDecision.PLACE
+    assert judge(gate, "later", nearly_full, at_s + HOLD_S) is SloDecision.PLACE
     assert not len(gate.promises)
 
 
@@ -346,7 +350,7 @@ def test_when_all_have_come_the_times_begin_anew():
     assert last_s > first_s + 20
     for number in range(20):
         early = judge(gate, f"again{number}", prediction(0.0), 1.0, caller=f"r{number}")
-        assert early is Verdict.PLACE, "the load has gone"
+        assert early is SloDecision.PLACE, "the load has gone"
     assert gate.promises.pressure(round(1.0 * SECOND)) == 0
     assert refused(gate, "r20", 1.0) <= first_s + 2
 
@@ -355,8 +359,8 @@ def test_a_tenant_over_its_share_has_no_place_kept():
     gate = busy_gate()
     at_s = refused(gate, "a")
     half = prediction(LIMIT_S * 0.4)
-    assert judge(gate, "again", half, at_s, caller="a", over_share=True) is Verdict.REFUSE
-    assert judge(gate, "again", half, at_s, caller="a") is Verdict.PLACE
+    assert judge(gate, "again", half, at_s, caller="a", over_share=True) is SloDecision.REFUSE
+    assert judge(gate, "again", half, at_s, caller="a") is SloDecision.PLACE
 
 
 def test_the_book_is_bounded():
@@ -366,7 +370,7 @@ def test_the_book_is_bounded():
         assert 1 <= gate.retry_after_s(asked, 2, 0, number) <= 600
     assert len(gate.promises) < 5000
     assert gate.retry_after_s(prediction(0.0, compute_s=1e6), 2, 0, "long") == 600
-    assert judge(gate, "new", prediction(), 700.0) is Verdict.PLACE
+    assert judge(gate, "new", prediction(), 700.0) is SloDecision.PLACE
     assert not len(gate.promises)
 
 
@@ -387,9 +391,9 @@ class Lane(RuleBasedStateMachine):
         asked = prediction(wait_s, compute_s, streams)
         fields = {"workers": 3, "now_ns": self.now_ns, "caller": name}
         verdict = self.gate.judge(name, asked, SLO, waited_s=0.0, **fields)
-        if verdict is Verdict.WAIT:
+        if verdict is SloDecision.WAIT:
             self.waiting[name] = (asked, self.now_ns)
-        if verdict is Verdict.REFUSE:
+        if verdict is SloDecision.REFUSE:
             assert self.waiting, "an empty lane takes anybody"
             assert 1 <= self.gate.retry_after_s(asked, 3, self.now_ns, name) <= 600
 
@@ -406,8 +410,8 @@ class Lane(RuleBasedStateMachine):
                 now_ns=self.now_ns,
                 caller=name,
             )
-            assert verdict is not Verdict.REFUSE, "who waits is refused by time alone"
-            if verdict is Verdict.PLACE:
+            assert verdict is not SloDecision.REFUSE, "who waits is refused by time alone"
+            if verdict is SloDecision.PLACE:
                 del self.waiting[name]
 
     @rule(seconds=st.integers(1, 30))

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from baton.config.clients import ApiKeyConfig
-from baton.registry.admin_commands import Answer, Order, Orders
+from baton.registry.admin_commands import AdminCommand, AdminCommands, CommandReply
 from baton.registry.redis_store import Registry
 from baton.telemetry.metrics import Metrics
 from baton.wire.fleet_token import FleetToken
@@ -35,7 +35,7 @@ def client(registry: Registry, keys: dict[str, ApiKeyConfig] | None) -> httpx.As
     parts = SimpleNamespace(settings=settings, metrics=Metrics("router", model="m"))
     app = FastAPI()
     errors.install(app, {})
-    app.include_router(orders.routes(parts, {"m": Orders(registry)}))
+    app.include_router(orders.routes(parts, {"m": AdminCommands(registry)}))
     transport = httpx.ASGITransport(app)
     return httpx.AsyncClient(transport=transport, base_url="http://router")
 
@@ -45,12 +45,12 @@ def bearer(key: str) -> dict[str, str]:
 
 
 @pytest.fixture
-async def controller(registry: Registry) -> AsyncIterator[list[Order]]:
+async def controller(registry: Registry) -> AsyncIterator[list[AdminCommand]]:
     """Answers each order, and keeps it."""
-    taken: list[Order] = []
+    taken: list[AdminCommand] = []
 
     async def serve() -> None:
-        desk = Orders(registry)
+        desk = AdminCommands(registry)
         while True:
             order = await desk.take()
             if order is None:
@@ -58,7 +58,7 @@ async def controller(registry: Registry) -> AsyncIterator[list[Order]]:
                 continue
             taken.append(order)
             problem = "no such worker" if "decode-9" in order.worker_ids else ""
-            await desk.answer(order, Answer(problem, data=["x"]))
+            await desk.answer(order, CommandReply(problem, data=["x"]))
 
     task = asyncio.create_task(serve())
     yield taken
@@ -68,7 +68,7 @@ async def controller(registry: Registry) -> AsyncIterator[list[Order]]:
 
 @pytest.mark.parametrize("keys", [KEYS, None])
 async def test_orders_need_an_operators_key_even_where_requests_need_none(
-    registry: Registry, controller: list[Order], keys
+    registry: Registry, controller: list[AdminCommand], keys
 ) -> None:
     async with client(registry, keys) as http:
         for headers in ({}, bearer("wrong"), bearer("key-of-a-tenant")):

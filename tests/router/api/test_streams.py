@@ -9,7 +9,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from router.frontend.api.formats.answer_format import DataEvents, TextEvent, data_event, named_event
-from router.frontend.api.formats.answer_parts import Part
+from router.frontend.api.formats.answer_parts import AnswerPart
 from router.frontend.api.formats.openai import ChatFormat, CompletionFormat
 from router.frontend.api.messages import format as messages_format
 from router.frontend.api.responses.format import ResponsesFormat
@@ -90,7 +90,7 @@ def test_a_delta_of_a_message_is_written_as_the_whole_event_would_be(kind):
 @pytest.mark.parametrize("kind", ["text", "thinking", "call"])
 def test_a_delta_of_a_response_is_written_as_the_whole_event_would_be(model, kind):
     layout = ResponsesFormat({"id": "resp_1"}, model.tokenizer, {}, None)
-    part = Part(index=3, kind=kind, id="msg_1_out3")
+    part = AnswerPart(index=3, kind=kind, id="msg_1_out3")
     for text in TEXTS:
         number = layout._number
         event, fields = layout._delta_of(part)

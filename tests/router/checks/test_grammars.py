@@ -7,7 +7,7 @@ import pytest
 
 from baton.telemetry.metrics import Metrics
 from baton.text.grammar import MAX_SOURCE_CHARACTERS
-from baton.text.grammar_check import Question, Verdict
+from baton.text.grammar_check import Question, TriedGrammar
 from baton.types.errors import GrammarError, UnavailableError
 from router.routing.checks.grammars import GrammarChecker
 from tests.router.conftest import until
@@ -96,10 +96,10 @@ async def test_one_that_takes_too_long_is_refused_and_the_next_is_served(make_ch
 async def test_tenants_take_turns_and_a_full_line_is_the_tenants_own(make_checker, monkeypatch):
     checker, order = make_checker(), []
 
-    async def tried(question: Question) -> Verdict:
+    async def tried(question: Question) -> TriedGrammar:
         order.append(question.source)
         await asyncio.sleep(0)
-        return Verdict(grammar="g")
+        return TriedGrammar(grammar="g")
 
     monkeypatch.setattr(checker, "_try", tried)
     many = [checker.check("guided_regex", "regex", f"a{i}", "busy") for i in range(300)]
@@ -155,9 +155,9 @@ async def test_the_router_closes_while_a_grammar_is_tried(make_checker):
 async def test_the_callers_deadline_cuts_the_wait(make_fleet, monkeypatch):
     fleet, may_end = await make_fleet({"decode-0": Script()}), asyncio.Event()
 
-    async def tried(question: Question) -> Verdict:
+    async def tried(question: Question) -> TriedGrammar:
         await may_end.wait()
-        return Verdict(grammar="g")
+        return TriedGrammar(grammar="g")
 
     monkeypatch.setattr(fleet.lane.grammars, "_try", tried)
     slow = asyncio.create_task(fleet.chat(guided_regex="a+"))
@@ -295,7 +295,7 @@ async def test_verdicts_on_long_grammars_are_bounded_by_their_characters(make_ch
     checker = make_checker()
     for number in range(300):
         question = Question("grammar", f"{number:06d}" + "a" * 200_000)
-        checker._keep(question, Verdict(error="made up"))
+        checker._keep(question, TriedGrammar(error="made up"))
     characters = [len(q.source) + len(v.error) for q, v in checker._known.items()]
     assert 70 < len(characters) < 90
     assert sum(characters) == checker._known_characters <= 16 << 20

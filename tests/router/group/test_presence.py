@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from router.frontend.group.presence import BEAT_S, Presence
+from router.frontend.group.presence import BEAT_S, RouterPresence
 
 
-def cancel(_: Presence, talking: asyncio.Task[None]) -> None:
+def cancel(_: RouterPresence, talking: asyncio.Task[None]) -> None:
     talking.cancel()  # as the end of the event loop does
 
 
-def close(presence: Presence, _: asyncio.Task[None]) -> None:
+def close(presence: RouterPresence, _: asyncio.Task[None]) -> None:
     presence.close()
 
 
 @pytest.mark.parametrize("end", [cancel, close])
 def test_a_router_that_ends_logs_no_traceback(
-    end: Callable[[Presence, asyncio.Task[None]], None], tmp_path: Path
+    end: Callable[[RouterPresence, asyncio.Task[None]], None], tmp_path: Path
 ) -> None:
     """On the event loop of a router, which raises an error for a write to a closed connection."""
 
@@ -29,7 +29,7 @@ def test_a_router_that_ends_logs_no_traceback(
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: faults.append(context))
         before = asyncio.all_tasks()
-        presence = Presence(tmp_path / "router.sock")
+        presence = RouterPresence(tmp_path / "router.sock")
         await presence.start()
         reader, writer = await asyncio.open_unix_connection(tmp_path / "router.sock")
         assert await reader.readline()

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.registry.admin_commands import Answer
+from baton.registry.admin_commands import CommandReply
 from baton.registry.shared_routes import SharedRoutes
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import OPS, record_of, until
@@ -23,13 +23,13 @@ class Desk:
         self.name = name
         self.taken: list[tuple[str, tuple[str, ...]]] = []
 
-    async def ask(self, verb: str, worker_ids: Any, *_: Any) -> Answer:
+    async def ask(self, verb: str, worker_ids: Any, *_: Any) -> CommandReply:
         self.taken.append((verb, tuple(worker_ids)))
         if verb == "nodes":
             node = {"address": "a", "free_cpus": 2.0 - len(self.name), "workers": [self.name]}
             node["free_gpus"] = float(len(self.name))
-            return Answer(data=[node])
-        return Answer(data={"of": self.name} if verb in ("plan", "scale") else None)
+            return CommandReply(data=[node])
+        return CommandReply(data={"of": self.name} if verb in ("plan", "scale") else None)
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 
 from baton.config.clients import ApiKeyConfig, SloConfig
 from baton.planner.state import Figures, Nothing, Resize, RoleChange
-from baton.registry.admin_commands import Answer
-from fleet.pools.planning import Decided
+from baton.registry.admin_commands import CommandReply
+from fleet.pools.planning import AppliedDecision
 from tests.router.emulated_worker import Script
 from tests.router.page.chromium import CHROMIUM, chromium
 
@@ -130,12 +130,14 @@ class PlannerDesk:
     """Controller that answers with these decisions, the newest first."""
 
     def __init__(self) -> None:
-        self.decided: list[Decided] = []
+        self.decided: list[AppliedDecision] = []
 
     async def ask(self, verb, *_):
         assert verb == "plan"
         decisions = [msgspec.to_builtins(one) for one in self.decided]
-        return Answer(data={"mode": "auto", "slo": None, "reason": "", "decisions": decisions})
+        return CommandReply(
+            data={"mode": "auto", "slo": None, "reason": "", "decisions": decisions}
+        )
 
 
 @needs_browser
@@ -160,10 +162,10 @@ async def test_decisions_of_the_planner_are_marks_with_their_reasons_beside_the_
     refused = Resize(prefill=9, decode=9, reason="too many")
     now_s = time.time()
     desk.decided = [
-        Decided(at=now_s, decision=Nothing(reason="2 + 1 holds the load")),
-        Decided(at=now_s, decision=refused, refused="no node has room"),
-        Decided(at=now_s, decision=wish, done=True),
-        Decided(at=now_s, decision=turn, done=True),
+        AppliedDecision(at=now_s, decision=Nothing(reason="2 + 1 holds the load")),
+        AppliedDecision(at=now_s, decision=refused, refused="no node has room"),
+        AppliedDecision(at=now_s, decision=wish, done=True),
+        AppliedDecision(at=now_s, decision=turn, done=True),
     ]
     record = fleet.lane.gateway.workers.get("decode-1").record
     fleet.directory.put(msgspec.structs.replace(record, role="prefill", turn=1))

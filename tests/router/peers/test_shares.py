@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.registry.redis_store import Registry
-from baton.registry.router_demands import Plan, RouterDemand, RouterDemands, TenantDemand
+from baton.registry.router_demands import PlannedSizes, RouterDemand, RouterDemands, TenantDemand
 from baton.types.errors import QueueFullError
 from benchmarks.router.workers import SteppedWorker
 from router.routing.admission.admission import Admission
@@ -207,7 +207,7 @@ async def test_routers_show_what_the_planner_wants_while_it_runs(make_fleet, red
             ):
                 await asyncio.sleep(0.05)
 
-    await demands.report_plan(Plan(prefill=3, decode=1, load=1.25))
+    await demands.report_plan(PlannedSizes(prefill=3, decode=1, load=1.25))
     await shown((3, 1, 1.25))
     await registry.send(("DEL", registry.key("plan")))
     await shown((0, 0, 0))

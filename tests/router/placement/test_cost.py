@@ -18,7 +18,7 @@ from router.routing.placement.cost import (
     PRIOR_ADAPTER_LOAD_S,
     PRIOR_PREFILL_TOKENS_PER_S,
     Candidate,
-    DecodeLine,
+    FittedDecodeLine,
     Terms,
     WorkerLoad,
     candidates,
@@ -416,7 +416,7 @@ def test_who_has_not_measured_is_expected_to_be_like_its_peers():
 @pytest.mark.parametrize("prompt_tokens", [100, 100_000])
 def test_responses_go_where_steps_are_shorter_whatever_their_prompt(prompt_tokens):
     """By what a prompt adds to others, long ones would go where few streams run, and stay there."""
-    line = DecodeLine(0.015, 5e-5, 7e-8)
+    line = FittedDecodeLine(0.015, 5e-5, 7e-8)
     few = worker("decode-0", streams=10, decode_line=line, answering_context=300_000)
     many = worker("decode-1", streams=30, decode_line=line, answering_context=200_000)
     prefill = worker("prefill-0")
@@ -450,7 +450,7 @@ def test_contexts_of_streams_are_reported_and_what_was_booked_since():
 
     def contexts() -> tuple[int, int]:
         (load,) = loads_of([slot], [], PrefixIndex(), book, 0)
-        assert load.decode_line == DecodeLine(0.01, 1e-4, 1e-7)
+        assert load.decode_line == FittedDecodeLine(0.01, 1e-4, 1e-7)
         return load.answering_context, load.coming_context
 
     assert contexts() == (30_000, 20_000)

@@ -11,18 +11,18 @@ from router.request import GenerationRequest
 from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_index import PrefixIndex
-from router.routing.workers.table import Slot
+from router.routing.workers.table import WorkerSlot
 from router.settings import RouterSettings
 
 
-class Table(list[Slot]):
+class Table(list[WorkerSlot]):
     """Workers, all of them usable."""
 
     @property
-    def usable(self) -> list[Slot]:
+    def usable(self) -> list[WorkerSlot]:
         return self
 
-    def get(self, worker_id: str) -> Slot | None:
+    def get(self, worker_id: str) -> WorkerSlot | None:
         return next((slot for slot in self if slot.worker_id == worker_id), None)
 
     def news(self) -> None:

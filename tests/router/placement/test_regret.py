@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from msgspec.structs import replace as with_load
 
-from router.routing.placement.cost import DecodeLine, WorkerLoad, candidates
-from router.routing.placement.regret import Allowance, FittedRates, Measured, regret
+from router.routing.placement.cost import FittedDecodeLine, WorkerLoad, candidates
+from router.routing.placement.regret import Allowance, FittedRates, MeasuredRequest, regret
 
 FORMAT = {"format_id": "f", "block_bytes": 1000}
 QUICK = WorkerLoad(worker_id="prefill-0", incarnation=b"0", role="prefill", **FORMAT)
@@ -23,9 +23,9 @@ def on(placements, computes: str):
     return next(one for one in placements if one.computes.worker_id == computes)
 
 
-def as_predicted(candidate, **changes) -> Measured:
+def as_predicted(candidate, **changes) -> MeasuredRequest:
     terms = candidate.terms
-    measured = Measured(
+    measured = MeasuredRequest(
         queue_s=terms.queue_s,
         compute_s=terms.compute_s,
         exposed_s=terms.transfer_s,
@@ -57,17 +57,17 @@ def test_a_worker_that_turned_out_slow_is_regretted_by_what_the_other_would_have
 
 
 def test_a_decode_worker_that_turned_out_slow_is_regretted_by_its_line() -> None:
-    line = DecodeLine(0.02, 1e-4, 1e-7)
+    line = FittedDecodeLine(0.02, 1e-4, 1e-7)
     loads = [
         with_load(DECODE, worker_id=f"decode-{number}", decode_line=line) for number in range(2)
     ]
     placements = compared(QUICK, *loads)
     chosen = next(c for c in placements if c.decode.worker_id == "decode-0")
-    slow = {"decode-0": FittedRates(0, 0.0, decode_line=DecodeLine(0.05, 1e-4, 1e-7))}
+    slow = {"decode-0": FittedRates(0, 0.0, decode_line=FittedDecodeLine(0.05, 1e-4, 1e-7))}
     expected_s = chosen.terms.decode_s
     late = as_predicted(chosen, decode_s=expected_s + 128 * 0.03, answer_tokens=128)
     assert told(chosen, placements, late, slow).seconds == pytest.approx(128 * 0.03)
-    other = {"decode-1": FittedRates(0, 0.0, decode_line=DecodeLine(0.01, 1e-4, 1e-7))}
+    other = {"decode-1": FittedRates(0, 0.0, decode_line=FittedDecodeLine(0.01, 1e-4, 1e-7))}
     same = as_predicted(chosen, answer_tokens=128)
     assert told(chosen, placements, same, other).seconds == pytest.approx(128 * 0.01)
 

@@ -16,7 +16,7 @@ from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import candidates
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.shortlist import Shortlist
-from router.routing.placement.worker_load import Report, Reports, loads_of
+from router.routing.placement.worker_load import ParsedReport, Reports, loads_of
 
 KEEP = cost.PAIRED_OF_A_ROLE
 
@@ -71,8 +71,8 @@ def test_the_best_placement_is_hardly_ever_missed(monkeypatch):
 
 def test_only_what_workers_have_said_anew_is_read(monkeypatch):
     read = []
-    real = Report.read
-    monkeypatch.setattr(Report, "read", lambda *said: read.append(1) or real(*said))
+    real = ParsedReport.read
+    monkeypatch.setattr(ParsedReport, "read", lambda *said: read.append(1) or real(*said))
     draw = random.Random(1)
     slots, short = fleet(50, 50, draw), shortlist()
     best_of(short, slots)

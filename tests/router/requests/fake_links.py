@@ -15,7 +15,7 @@ from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.requests.gateway import Gateway
 from router.routing.requests.observer import Observer
 from router.routing.workers.link import WorkerLink
-from router.routing.workers.table import Slot
+from router.routing.workers.table import WorkerSlot
 from router.settings import RouterSettings
 from tests.router.conftest import record_of
 from tests.router.emulated_worker import EmulatedWorker
@@ -33,7 +33,7 @@ class FakeLink(WorkerLink):
         self.incarnation, self.live = worker.incarnation, True
         self.status_ns = monotonic_ns()
         self.unary: list[pb.Submission] = []
-        slot = Slot(record_of(worker_id, "fake", worker_id.split("-")[0]))
+        slot = WorkerSlot(record_of(worker_id, "fake", worker_id.split("-")[0]))
         gateway.workers._slots[worker_id] = slot
         slot.on_change = partial(gateway.workers._note_change, worker_id)
         slot.link = self

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from baton.tenants.bank import Ask, Grant
 from baton.tenants.limits import Limits
-from router.tenants.quota import EXCHANGE_NS, Quotas, Reservation, Taken, Wait
+from router.tenants.quota import EXCHANGE_NS, QuotaReservation, Quotas, Taken, Wait
 from tests.tenants.bank import Bank
 
 TENANT = "team"
@@ -17,7 +17,7 @@ START_MS = 1_790_000_000_000
 class Node:
     quotas: Quotas
     dead: bool = False
-    running: list[tuple[Reservation, int, "Admitted"]] = field(default_factory=list)
+    running: list[tuple[QuotaReservation, int, "Admitted"]] = field(default_factory=list)
 
 
 @dataclass(eq=False)

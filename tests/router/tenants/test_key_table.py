@@ -20,7 +20,7 @@ from baton.tenants.key_record import (
     joined,
     new_key,
 )
-from baton.tenants.shared_keys import Change, Summary
+from baton.tenants.shared_keys import Change, KeysSummary
 from router.tenants.key_exchange import KeyChangeError, KeyExchange, UnknownKeyError
 from router.tenants.key_table import DAY_MS, KeyTable
 
@@ -44,9 +44,9 @@ class FakeRedis:
         if self.away:
             raise RegistryUnavailableError("by design")
 
-    async def summary(self) -> Summary:
+    async def summary(self) -> KeysSummary:
         self.check()
-        return Summary(self.mark, len(self.raws), self.now_ms)
+        return KeysSummary(self.mark, len(self.raws), self.now_ms)
 
     async def changed(self, since: bytes, until: bytes) -> set[str] | None:
         self.check()

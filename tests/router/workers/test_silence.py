@@ -1,20 +1,26 @@
 """What a worker's silence means, in made-up time."""
 
-from router.routing.workers.silence import REST_BEAT_S, STALE_S, UNSEEN_BEAT_S, Exchange, Rest
+from router.routing.workers.silence import (
+    REST_BEAT_S,
+    STALE_S,
+    UNSEEN_BEAT_S,
+    Rest,
+    UnansweredFrames,
+)
 
 S = 1_000_000_000
 
 
-def rested(at_ns: int = 0) -> Exchange:
+def rested(at_ns: int = 0) -> UnansweredFrames:
     """A stream on which the worker has answered the hello, and rests."""
-    exchange = Exchange(at_ns)
+    exchange = UnansweredFrames(at_ns)
     exchange.wrote(at_ns)
     exchange.took(1, at_ns, resting=True)
     return exchange
 
 
 def test_a_worker_of_before_owes_a_frame_every_second_whatever_was_sent() -> None:
-    exchange = Exchange(5)
+    exchange = UnansweredFrames(5)
     assert exchange.silent_since_ns == 5
     exchange.wrote(6)
     exchange.took(0, 7, resting=False)
@@ -81,7 +87,7 @@ def test_a_thousand_are_not_asked_at_once() -> None:
 def test_a_worker_without_work_is_sent_few_heartbeats() -> None:
     """Two a second to each of a thousand idle workers took a router a fifth of a core."""
     heartbeat_ns = S // 2
-    exchange = Exchange(0)
+    exchange = UnansweredFrames(0)
 
     def beat_s(at_s: float, *, idle: bool) -> float:
         return exchange.beat_ns(int(at_s * S), heartbeat_ns, 50 * S, idle=idle) / S

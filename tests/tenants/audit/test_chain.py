@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.tenants.audit.chain import ZERO, Entry, Head, head_of, sealed, verify
+from baton.tenants.audit.chain import ZERO, ChainHead, Entry, head_of, sealed, verify
 
 TEXTS = st.text(max_size=20)
 VALUES = st.none() | TEXTS | st.dictionaries(TEXTS, st.integers() | TEXTS, max_size=3)
 ENTRIES = st.builds(Entry, **dict.fromkeys(("id", "time", "who", "verb"), TEXTS), after=VALUES)
 
 
-def chain_of(entries: list[Entry]) -> tuple[list[bytes], Head]:
-    head = Head()
+def chain_of(entries: list[Entry]) -> tuple[list[bytes], ChainHead]:
+    head = ChainHead()
     lines = []
     for entry in entries:
         line, head = sealed(entry, head)
@@ -55,7 +55,7 @@ def test_any_single_change_of_the_file_is_found(entries, data):
         raw[place] ^= data.draw(st.integers(1, 255))
         changed[at] = bytes(raw)
     elif kind == "forge":
-        before = head_of(lines[at - 1][:-1]) if at else Head()
+        before = head_of(lines[at - 1][:-1]) if at else ChainHead()
         changed[at] = sealed(data.draw(ENTRIES), before)[0]
     elif kind == "remove":
         del changed[at]
@@ -66,7 +66,7 @@ def test_any_single_change_of_the_file_is_found(entries, data):
         changed[at], changed[other] = lines[other], lines[at]
     elif kind == "insert":
         seq = data.draw(st.integers(0, len(lines) + 1))
-        changed.insert(at, sealed(data.draw(ENTRIES), Head(seq, ZERO))[0])
+        changed.insert(at, sealed(data.draw(ENTRIES), ChainHead(seq, ZERO))[0])
     else:
         changed = changed[:at]
     again = b"".join(changed).split(b"\n")[:-1]  # as the file is read

@@ -7,7 +7,7 @@ import pytest
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.tenants.usage import feed
 from baton.tenants.usage.feed import UsageFeed
-from baton.tenants.usage.ledger import Ledger, Report, RowName
+from baton.tenants.usage.ledger import Ledger, RowName, UsageReport
 
 TEAM = RowName(500_000, "team", "", "model")
 
@@ -20,7 +20,7 @@ class Sink:
         self.at_once = self.most_at_once = 0
         self.away = False
 
-    async def apply(self, report: Report, price_per_hour: float | None = None) -> int:
+    async def apply(self, report: UsageReport, price_per_hour: float | None = None) -> int:
         self.at_once += 1
         self.most_at_once = max(self.at_once, self.most_at_once)
         await asyncio.sleep(0.01)

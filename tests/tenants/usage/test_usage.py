@@ -14,8 +14,8 @@ from baton.tenants.usage.ledger import (
     OTHERS,
     Counters,
     Ledger,
-    Report,
     RowName,
+    UsageReport,
 )
 from baton.tenants.usage.shared import KEPT_DAYS, SharedUsage
 from fleet.local.redis_server import EmbeddedRedis
@@ -141,7 +141,7 @@ class World:
         self.shared = SharedUsage(registry)
         self.ledgers = [Ledger("one"), Ledger("two")]
         self.used: dict[RowName, Counters] = {}
-        self.under_way: list[list[Report]] = [[], []]
+        self.under_way: list[list[UsageReport]] = [[], []]
         self.saved: list[tuple[bytes, bytes]] = []
 
     async def run(self, steps) -> None:

@@ -15,7 +15,7 @@ from baton.engine.core.blocks import BlockPool
 from baton.engine.core.model_runner import ModelRunner
 from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
 from baton.engine.core.sequence import TokenSequence, blocks_for
-from baton.engine.core.speculative.proposers import MAX_DRAFT_TOKENS, Candidate, Proposal
+from baton.engine.core.speculative.proposers import MAX_DRAFT_TOKENS, DraftCandidate, Proposal
 from baton.types.errors import NumericsError
 from baton.types.params import SamplingParams, finish_reason
 
@@ -77,7 +77,7 @@ class DraftProposer:
         self._pool = BlockPool(runner.geometry.num_blocks)
         self._drafts: dict[int, _Draft] = {}
 
-    def propose(self, candidates: Sequence[Candidate], budget_tokens: int) -> list[Proposal]:
+    def propose(self, candidates: Sequence[DraftCandidate], budget_tokens: int) -> list[Proposal]:
         """Propose draft tokens with one forward pass per token over all sequences."""
         self.untimed = False
         drafts = [self._draft(candidate) for candidate in candidates]
@@ -96,7 +96,7 @@ class DraftProposer:
         """Recount the draft model's blocks; see ``BlockPool.check_integrity``."""
         self._pool.check_integrity([draft.blocks for draft in self._drafts.values()])
 
-    def _draft(self, candidate: Candidate) -> _Draft:
+    def _draft(self, candidate: DraftCandidate) -> _Draft:
         sequence = candidate.sequence
         draft = self._drafts.get(sequence.sequence_id)
         if draft is None:

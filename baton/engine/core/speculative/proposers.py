@@ -52,7 +52,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class DraftCandidate:
     """Sequence that may get draft tokens; ``allowed(kind)`` returns how many are worthwhile."""
 
     sequence: TokenSequence
@@ -66,7 +66,7 @@ class Proposer(Protocol):
     def untimed(self) -> bool:
         """Return whether the last call did work that other steps lack; its time is not counted."""
 
-    def propose(self, candidates: Sequence[Candidate], budget_tokens: int) -> list[Proposal]:
+    def propose(self, candidates: Sequence[DraftCandidate], budget_tokens: int) -> list[Proposal]:
         """Return one proposal, possibly empty, per sequence that decodes in this step.
 
         ``budget_tokens`` limits the proposer's own computation.
@@ -233,11 +233,11 @@ class Speculation:
         """Stop draft tokens for a sequence whose row with draft tokens had NaN."""
         self._paces.setdefault(sequence_id, _Pace()).banned = True
 
-    def _candidate(self, sequence: TokenSequence, cost: float, most: int) -> Candidate:
+    def _candidate(self, sequence: TokenSequence, cost: float, most: int) -> DraftCandidate:
         pace = self._paces.setdefault(sequence.sequence_id, _Pace())
         # a response's last token is never computed: nothing is proposed behind it
         most = min(most, sequence.request.spec.params.max_tokens - sequence.generated - 1)
-        return Candidate(sequence, lambda kind: pace.allowed(kind, cost, most))
+        return DraftCandidate(sequence, lambda kind: pace.allowed(kind, cost, most))
 
 
 class NgramProposer:
@@ -253,7 +253,7 @@ class NgramProposer:
     def __init__(self) -> None:
         self._indexes: dict[int, _PlaceIndex] = {}
 
-    def propose(self, candidates: Sequence[Candidate], budget_tokens: int) -> list[Proposal]:
+    def propose(self, candidates: Sequence[DraftCandidate], budget_tokens: int) -> list[Proposal]:
         """Propose continuations of earlier matches; no computation."""
         return [self._one(candidate) for candidate in candidates]
 
@@ -262,7 +262,7 @@ class NgramProposer:
         if any(i not in sequence_ids for i in self._indexes):
             self._indexes = {i: x for i, x in self._indexes.items() if i in sequence_ids}
 
-    def _one(self, candidate: Candidate) -> Proposal:
+    def _one(self, candidate: DraftCandidate) -> Proposal:
         tokens = candidate.sequence.tokens
         index = self._indexes.setdefault(candidate.sequence.sequence_id, _PlaceIndex())
         place, length = index.match(tokens)

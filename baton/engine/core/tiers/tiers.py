@@ -28,7 +28,7 @@ REST_NS = 5_000_000_000  # pause after a tier failed to store a block
 _TRIES = 32  # one in this many slow restores is made anyway, to measure again
 
 
-class Copy(msgspec.Struct, frozen=True):
+class TierCopy(msgspec.Struct, frozen=True):
     """Copy of one block; ``source`` and ``target`` are ``POOL`` or names of tiers."""
 
     number: int
@@ -72,7 +72,7 @@ class _Bring:
 
 @dataclass(slots=True)
 class _Running:
-    copy: Copy
+    copy: TierCopy
     bring: _Bring | None = None  # None for a save
 
 
@@ -89,7 +89,7 @@ class KvTiers:
         self._tallies = {tier.name: _Tallies() for tier in tiers}
         self._running: dict[int, _Running] = {}
         self._brings: dict[Hashable, _Bring] = {}
-        self._orders: list[Copy] = []
+        self._orders: list[TierCopy] = []
         self._next_number = 0
         self._passed_over = 0
         if self._order:
@@ -110,7 +110,7 @@ class KvTiers:
             if (place := first.take(block_hash)) is None:
                 break
             pool.guarded.add(block)
-            self._start(Copy(0, block_hash, POOL, block, first.name, place))
+            self._start(TierCopy(0, block_hash, POOL, block, first.name, place))
         for upper, lower in zip(self._order, self._order[1:], strict=False):
             horizon = min(upper.places, lower.places) // 2
             room = self._room(upper.untouched, horizon, lower, now_ns)
@@ -119,7 +119,7 @@ class KvTiers:
                     upper.note_saved(block_hash)
                 elif room and (place := lower.take(block_hash)) is not None:
                     source = upper.hold(block_hash)
-                    self._start(Copy(0, block_hash, upper.name, source, lower.name, place))
+                    self._start(TierCopy(0, block_hash, upper.name, source, lower.name, place))
                     room -= 1
 
     def _room(self, untouched: int, horizon: int, target: TierPlaces, now_ns: int) -> int:
@@ -179,7 +179,7 @@ class KvTiers:
             page = next(fresh)
             bring.blocks.append(page)
             source = tier.read(block_hash)
-            self._start(Copy(0, block_hash, tier.name, source, POOL, page), bring)
+            self._start(TierCopy(0, block_hash, tier.name, source, POOL, page), bring)
         self._brings[key] = bring
         return True
 
@@ -239,13 +239,13 @@ class KvTiers:
         self._next_number += 1
         return self._next_number
 
-    def _start(self, copy: Copy, bring: _Bring | None = None) -> None:
+    def _start(self, copy: TierCopy, bring: _Bring | None = None) -> None:
         self._next_number += 1
         copy = msgspec.structs.replace(copy, number=self._next_number)
         self._running[copy.number] = _Running(copy, bring)
         self._orders.append(copy)
 
-    def take_copies(self) -> list[Copy]:
+    def take_copies(self) -> list[TierCopy]:
         """Return new copies, those into the pool first."""
         orders = self._orders
         self._orders = []
@@ -266,7 +266,7 @@ class KvTiers:
         else:
             self._saved(copy, done, now_ns)
 
-    def _saved(self, copy: Copy, done: Copied, now_ns: int) -> None:
+    def _saved(self, copy: TierCopy, done: Copied, now_ns: int) -> None:
         target = self._tiers[copy.target]
         tallies = self._tallies[copy.target]
         if done.outcome == "done":
@@ -285,7 +285,7 @@ class KvTiers:
         else:
             self._tiers[copy.source].note_saved(copy.block_hash)
 
-    def _came(self, bring: _Bring, copy: Copy, done: Copied) -> None:
+    def _came(self, bring: _Bring, copy: TierCopy, done: Copied) -> None:
         if done.outcome == "done":
             tier = self._tiers[copy.source]
             tallies = self._tallies[copy.source]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.cpu.attention import AttentionTiling, Span
+from baton.engine.cpu.attention import AttentionTiling, QuerySpan
 from baton.engine.cpu.native.library import load, sums
 from baton.engine.cpu.native.threads import job_threads
 from baton.types.geometry import KvGeometry
@@ -129,7 +129,7 @@ class NativeAttention:
             yield LayerPlace(keys, values, window)
 
     def plan(
-        self, decodes: Sequence[Span], chunks: Sequence[Span], *, isolated: bool = False
+        self, decodes: Sequence[QuerySpan], chunks: Sequence[QuerySpan], *, isolated: bool = False
     ) -> NativeCalls:
         """Plan the calls of one step; only a sequence's own blocks are ever read."""
         rows = []

@@ -85,12 +85,12 @@ class Rank:
         self._desk = desk
         self._pool_fd = pool_fd
 
-    def run(self, first: ranks.Open, orders: Iterator[ranks.Order]) -> None:
+    def run(self, first: ranks.OpenPool, orders: Iterator[ranks.Order]) -> None:
         """Execute the leader's orders until it ends."""
         runner = self._open(first)
         for order in orders:
             match order:
-                case ranks.Open():
+                case ranks.OpenPool():
                     runner = self._open(order)
                 case ranks.Adapt(ref):
                     self._adapters.add(ref, self._desk.take(ref.digest))
@@ -99,14 +99,14 @@ class Rank:
                 case ranks.Forward():
                     rows = [row.plan_row() for row in order.rows]
                     runner.follow(rows, isolated=order.isolated)
-                case ranks.Copy(blocks):
+                case ranks.CopyBlocks(blocks):
                     runner.copy_blocks(blocks)
                 case ranks.Clear():
                     runner.clear([row.plan_row() for row in order.rows])
-                case ranks.Logits():
+                case ranks.ComputeLogits():
                     self._model.follow_logits(order.rows)
 
-    def _open(self, order: ranks.Open) -> CpuRunner:
+    def _open(self, order: ranks.OpenPool) -> CpuRunner:
         geometry = order.geometry
         shard = self._model.shard
         held = geometry if shard is None else shard.held(geometry)
@@ -146,13 +146,13 @@ def serve(
     adapters = CpuAdapters(artifact.config, dtype, numerics, settings.max_adapter_rank, shard)
     desk = AdapterDesk(loader, adapters)
     orders = orders_of(leader)
-    if not isinstance(next(orders, None), ranks.Load):
+    if not isinstance(next(orders, None), ranks.LoadWeights):
         return  # the leader ended
     model = _load(artifact, settings, numerics, shard)
-    leader.sendall(ranks.frame(ranks.Loaded()))
+    leader.sendall(ranks.frame(ranks.WeightsLoaded()))
     shard.wait_loaded()
     first = next(orders, None)
-    if isinstance(first, ranks.Open):
+    if isinstance(first, ranks.OpenPool):
         Rank(model, adapters, desk, pool_fd).run(first, orders)
 
 

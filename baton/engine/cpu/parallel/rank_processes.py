@@ -52,11 +52,11 @@ class RankError(InternalError):
     code = "rank_failed"
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadWeights(msgspec.Struct, frozen=True, tag=True):
     """Order to read the weights; the cache of converted ones exists by then."""
 
 
-class Open(msgspec.Struct, frozen=True, tag=True):
+class OpenPool(msgspec.Struct, frozen=True, tag=True):
     """Order to use this pool: the given file (``shared``), or private memory for self-tests.
 
     ``geometry`` counts the heads of the whole model. ``tiling`` has the fields of
@@ -68,7 +68,7 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     shared: bool
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class RankRow(msgspec.Struct, frozen=True, array_like=True):
     """``count`` tokens from position ``start``; ``blocks`` are packed little-endian uint32."""
 
     count: int
@@ -77,7 +77,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     adapter: str = ""
 
     @classmethod
-    def of(cls, row: PlanRow) -> "Row":
+    def of(cls, row: PlanRow) -> "RankRow":
         """Return what a rank needs of a plan's row; embeddings come through the group."""
         blocks = np.asarray(row.block_ids, dtype="<u4").tobytes()
         return cls(len(row.tokens), row.start, blocks, row.adapter)
@@ -115,11 +115,11 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
 class Forward(msgspec.Struct, frozen=True, tag=True):
     """Order to run a forward pass over these rows."""
 
-    rows: list[Row]
+    rows: list[RankRow]
     isolated: bool
 
 
-class Copy(msgspec.Struct, frozen=True, tag=True):
+class CopyBlocks(msgspec.Struct, frozen=True, tag=True):
     """Order to copy blocks, from and to, in the rank's own pool."""
 
     blocks: list[tuple[int, int]]
@@ -128,16 +128,16 @@ class Copy(msgspec.Struct, frozen=True, tag=True):
 class Clear(msgspec.Struct, frozen=True, tag=True):
     """Order to zero what these rows wrote into the rank's own pool."""
 
-    rows: list[Row]
+    rows: list[RankRow]
 
 
-class Logits(msgspec.Struct, frozen=True, tag=True):
+class ComputeLogits(msgspec.Struct, frozen=True, tag=True):
     """Order to compute the LM head for so many rows."""
 
     rows: int
 
 
-Order = Load | Open | Adapt | Drop | Forward | Copy | Clear | Logits
+Order = LoadWeights | OpenPool | Adapt | Drop | Forward | CopyBlocks | Clear | ComputeLogits
 LoaderOrder = Prepare | Drop
 
 
@@ -145,7 +145,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     """Report that a rank is about to join its group."""
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class WeightsLoaded(msgspec.Struct, frozen=True, tag=True):
     """Report that a rank has its weights."""
 
 
@@ -162,7 +162,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Answer = Started | Loaded | Failed
+Answer = Started | WeightsLoaded | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -250,7 +250,7 @@ class RankProcesses:
             except OSError as error:
                 raise self.failure(error) from error
 
-    def wait_until(self, stage: type[Started] | type[Loaded]) -> None:
+    def wait_until(self, stage: type[Started] | type[WeightsLoaded]) -> None:
         """Wait until every rank has reported this stage."""
         self._wait(lambda rank: stage in rank.reached, stage.__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from baton.engine.core.split import Split
-from baton.engine.cpu.attention import AttentionTiling, PagedAttention, Span
+from baton.engine.cpu.attention import AttentionTiling, PagedAttention, QuerySpan
 from baton.engine.cpu.linear import TILE_ROWS, Linear
 from baton.engine.cpu.parallel.shard import Shard
 from baton.engine.cpu.quantised import Int8Linear
@@ -112,7 +112,7 @@ def attention_split_fault(
 
 def _attend(attention: PagedAttention, q_THD: torch.Tensor) -> torch.Tensor:
     length = q_THD.shape[0]
-    span = Span(0, 0, length, range(length // BLOCK_TOKENS))
+    span = QuerySpan(0, 0, length, range(length // BLOCK_TOKENS))
     return attention.run(0, attention.plan([], [span]), q_THD)
 
 

@@ -45,17 +45,17 @@ from baton.engine.cpu.parallel.rank_processes import (
     STEP_TIMEOUT_S,
     Adapt,
     Clear,
-    Copy,
+    ComputeLogits,
+    CopyBlocks,
     Drop,
     Forward,
-    Load,
-    Loaded,
-    Logits,
-    Open,
+    LoadWeights,
+    OpenPool,
     RankError,
     RankProcesses,
-    Row,
+    RankRow,
     Started,
+    WeightsLoaded,
 )
 from baton.engine.models.split import splits_of
 from baton.model.artifact import ModelConfig
@@ -271,12 +271,12 @@ class Shard:
     def load(self) -> None:
         """Order the ranks to read their weights."""
         if self._others is not None:
-            self._others.send(Load())
+            self._others.send(LoadWeights())
 
     def wait_loaded(self) -> None:
         """Wait until all have them; then the timeout of steps applies."""
         if self._others is not None:
-            self._others.wait_until(Loaded)
+            self._others.wait_until(WeightsLoaded)
         self.group.begin_steps()
 
     def open(
@@ -287,23 +287,23 @@ class Shard:
             return tiling
         for rank, part in enumerate(self.tilings[1:], 1):
             fields = (part.unit, part.tile, part.align, part.decode_rows)
-            self._others.send(Open(geometry, fields, shared), rank)
+            self._others.send(OpenPool(geometry, fields, shared), rank)
         return self.tilings[0]
 
     def forward(self, rows: Sequence[PlanRow], *, isolated: bool) -> None:
         """Order the ranks to begin a pass."""
         if self._others is not None:
-            self._others.send(Forward([Row.of(row) for row in rows], isolated))
+            self._others.send(Forward([RankRow.of(row) for row in rows], isolated))
 
     def begin_copies(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Order ranks with own pools to copy blocks, as the leader does; then ``settle``."""
         if self._others is not None and self._own_pools:
-            self._others.send(Copy(list(blocks)))
+            self._others.send(CopyBlocks(list(blocks)))
 
     def begin_clear(self, rows: Sequence[PlanRow]) -> None:
         """Order ranks with own pools to zero what rows wrote; then ``settle``."""
         if self._others is not None and self._own_pools:
-            self._others.send(Clear([Row.of(row) for row in rows]))
+            self._others.send(Clear([RankRow.of(row) for row in rows]))
 
     def settle(self) -> None:
         """Wait until all pools have executed the order: their pages may be reused next."""
@@ -364,6 +364,6 @@ class Shard:
     def logits(self, head: Linear, h_SE: torch.Tensor) -> torch.Tensor:
         """Return ``[S, V]`` at the leader; elsewhere ``h_SE`` gives the shape and is filled."""
         if self._others is not None:
-            self._others.send(Logits(h_SE.shape[0]))
+            self._others.send(ComputeLogits(h_SE.shape[0]))
         self.group.broadcast(h_SE)
         return self.group.gather_at_leader(head(h_SE), self._vocab)

@@ -18,7 +18,7 @@ class _Generator(torch.Generator):
         return self.manual_seed(self.initial_seed())
 
 
-class Worker:
+class RewindingWorker:
     """Base class that vLLM adds to its workers; importing it is enough."""
 
 

@@ -19,7 +19,7 @@ Kind = Literal["thinking", "text", "call"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
+class AnswerPart:
     """A part of an answer.
 
     Attributes:
@@ -49,13 +49,13 @@ class Part:
 class Begin(NamedTuple):
     """Event: a part begins."""
 
-    part: Part
+    part: AnswerPart
 
 
 class More(NamedTuple):
     """Event: a part continues; ``text`` is already in its pieces."""
 
-    part: Part
+    part: AnswerPart
     text: str
     logprobs: list[ShownLogprob]
 
@@ -63,7 +63,7 @@ class More(NamedTuple):
 class End(NamedTuple):
     """Event: a part is complete or was cut off."""
 
-    part: Part
+    part: AnswerPart
 
 
 Event = Begin | More | End
@@ -80,13 +80,13 @@ class AnswerParts:
     def __init__(
         self, new_id: Callable[[Kind | Literal["custom"], int], str], custom: Collection[str] = ()
     ) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[AnswerPart] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self._new_id = new_id
         self._custom = custom
         self._reader: InputReader | None = None  # of the open part
-        self._open: Part | None = None
+        self._open: AnswerPart | None = None
         self._waiting: list[ShownLogprob] = []  # of tokens whose text is not known
         self._call_index = -1  # of the open part, as the deltas count calls
         self._events: list[Event] = []
@@ -152,12 +152,14 @@ class AnswerParts:
         part.logprobs += logprobs
         self._events.append(More(part, text, logprobs))
 
-    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Part:
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> AnswerPart:
         self._end()
         custom = kind == "call" and name in self._custom
         index = len(self.parts)
         part_id = self._new_id("custom" if custom else kind, index)
-        part = Part(index=index, kind=kind, id=part_id, call_id=call_id, name=name, custom=custom)
+        part = AnswerPart(
+            index=index, kind=kind, id=part_id, call_id=call_id, name=name, custom=custom
+        )
         if custom:
             self._reader = InputReader()
         self._open = part

@@ -11,13 +11,13 @@ from pydantic_core import from_json
 from baton.types.errors import BatonError
 from router.frontend.api.formats.answer_format import AnswerFormat, TextEvent, named_event, usage
 from router.frontend.api.formats.answer_parts import (
+    AnswerPart,
     AnswerParts,
     Begin,
     End,
     Event,
     Kind,
     More,
-    Part,
 )
 from router.frontend.api.formats.numbers import encodable
 from router.frontend.api.messages.errors import MESSAGES_ERRORS
@@ -134,7 +134,7 @@ def _block_event(name: str, index: int, fields: dict[str, Any]) -> bytes:
     return named_event(name, {"type": name, "index": index, **fields})
 
 
-def _begun(part: Part) -> dict[str, Any]:
+def _begun(part: AnswerPart) -> dict[str, Any]:
     """Return a block before its first delta."""
     if part.kind == "thinking":
         return {"type": "thinking", "thinking": "", "signature": ""}
@@ -157,7 +157,7 @@ def _more(kind: Kind, text: str) -> dict[str, Any]:
     return {"type": "text_delta", "text": text}
 
 
-def _block(part: Part) -> dict[str, Any]:
+def _block(part: AnswerPart) -> dict[str, Any]:
     block = _begun(part)
     if part.kind == "call":
         # Arguments that `max_tokens` cut off are returned as far as they go.

@@ -12,7 +12,7 @@ from router.frontend.api.messages.body import (
     MessagesBody,
     MessagesTool,
 )
-from router.frontend.api.translation import Conversation, Translation
+from router.frontend.api.translation import TranslatedConversation, Translation
 
 _NO_IMAGE = "[image left out: this model reads only text]"
 _HOSTED_BLOCKS = re.compile(
@@ -43,7 +43,7 @@ def chat_of(body: CountTokensBody, ignored: Ignored | None = None) -> Translatio
     offered = _offered(body, Ignored() if ignored is None else ignored)
     if isinstance(body, MessagesBody) and body.thread is not None:
         raise ThreadsError.at("thread", "is not supported; send all messages with each request")
-    conversation = Conversation(joins=("system", "user", "assistant"))
+    conversation = TranslatedConversation(joins=("system", "user", "assistant"))
     if body.system is not None:
         conversation.add_text("system", _text_of(body.system, "system"), "system")
     for index, message in enumerate(body.messages):
@@ -64,7 +64,7 @@ def chat_of(body: CountTokensBody, ignored: Ignored | None = None) -> Translatio
 
 
 def _add(
-    conversation: Conversation, role: str, content: str | list[MessagesBlock], where: str
+    conversation: TranslatedConversation, role: str, content: str | list[MessagesBlock], where: str
 ) -> None:
     """Add a message, which becomes several ones if it contains results of tools."""
     if isinstance(content, str):
@@ -74,7 +74,9 @@ def _add(
         _add_block(conversation, role, block, f"{where}.content[{index}]")
 
 
-def _add_block(conversation: Conversation, role: str, block: MessagesBlock, where: str) -> None:
+def _add_block(
+    conversation: TranslatedConversation, role: str, block: MessagesBlock, where: str
+) -> None:
     if block.type == "text":
         conversation.add_text(role, _given(block.text, f"{where}.text"), where)
     elif block.type == "tool_use" and role == "assistant":

@@ -16,13 +16,13 @@ from router.frontend.api.formats.answer_format import (
     usage,
 )
 from router.frontend.api.formats.answer_parts import (
+    AnswerPart,
     AnswerParts,
     Begin,
     End,
     Event,
     Kind,
     More,
-    Part,
 )
 from router.frontend.api.responses.tools import CallForm
 from router.routing.requests.active_request import ActiveRequest
@@ -152,7 +152,7 @@ class ResponsesFormat(AnswerFormat):
     def _output(self) -> list[dict[str, Any]]:
         return [self._item(part, self._status(part)) for part in self._answer.parts]
 
-    def _status(self, part: Part) -> str:
+    def _status(self, part: AnswerPart) -> str:
         cut = part is self._answer.parts[-1] and self._answer.finish_reason in ("length", None)
         return "incomplete" if cut else "completed"
 
@@ -165,7 +165,7 @@ class ResponsesFormat(AnswerFormat):
             case End(part):
                 return self._done(part)
 
-    def _begun(self, part: Part) -> bytes:
+    def _begun(self, part: AnswerPart) -> bytes:
         place = {"output_index": part.index}
         item = self._item(part, "in_progress", begun=True)
         added = self._event("response.output_item.added", **place, item=item)
@@ -176,7 +176,7 @@ class ResponsesFormat(AnswerFormat):
             "response.content_part.added", **self._content_place(part), part=content
         )
 
-    def _more(self, part: Part, text: str, logprobs: Sequence[ShownLogprob]) -> bytes:
+    def _more(self, part: AnswerPart, text: str, logprobs: Sequence[ShownLogprob]) -> bytes:
         if logprobs:
             place = self._content_place(part)
             shown = [_in_event(self._logprob(entry)) for entry in logprobs]
@@ -186,7 +186,7 @@ class ResponsesFormat(AnswerFormat):
             event = self._deltas[part.index] = _NumberedText(*self._delta_of(part))
         return event.of(self._next_number(), text)
 
-    def _delta_of(self, part: Part) -> tuple[str, dict[str, Any]]:
+    def _delta_of(self, part: AnswerPart) -> tuple[str, dict[str, Any]]:
         """Return type and fields of the event for more text without log-probabilities."""
         if part.kind == "call":
             place: dict[str, Any] = {"item_id": part.id, "output_index": part.index}
@@ -197,14 +197,14 @@ class ResponsesFormat(AnswerFormat):
             return "response.reasoning_text.delta", fields
         return "response.output_text.delta", {**fields, "logprobs": []}
 
-    def _done(self, part: Part) -> bytes:
+    def _done(self, part: AnswerPart) -> bytes:
         return self._complete(part) + self._event(
             "response.output_item.done",
             output_index=part.index,
             item=self._item(part, self._status(part)),
         )
 
-    def _complete(self, part: Part) -> bytes:
+    def _complete(self, part: AnswerPart) -> bytes:
         """Return the events with an item's complete text or arguments."""
         if part.kind == "call":
             call = {"item_id": part.id, "output_index": part.index}
@@ -233,10 +233,10 @@ class ResponsesFormat(AnswerFormat):
         return self._number - 1
 
     @staticmethod
-    def _content_place(part: Part) -> dict[str, Any]:
+    def _content_place(part: AnswerPart) -> dict[str, Any]:
         return {"item_id": part.id, "output_index": part.index, "content_index": 0}
 
-    def _item(self, part: Part, status: str, *, begun: bool = False) -> dict[str, Any]:
+    def _item(self, part: AnswerPart, status: str, *, begun: bool = False) -> dict[str, Any]:
         text = "" if begun else part.text
         item: dict[str, Any] = {"id": part.id, "status": status}
         if part.kind == "call":
@@ -252,11 +252,13 @@ class ResponsesFormat(AnswerFormat):
             return {**item, "type": "reasoning", "summary": [], "content": content}
         return {**item, "type": "message", "role": "assistant", "content": content}
 
-    def _form(self, part: Part) -> CallForm:
+    def _form(self, part: AnswerPart) -> CallForm:
         """Return the form of a call; a model may call a function that does not exist."""
         return self._forms.get(part.name) or CallForm(part.name, "", custom=False)
 
-    def _content(self, part: Part, text: str, logprobs: Sequence[ShownLogprob]) -> dict[str, Any]:
+    def _content(
+        self, part: AnswerPart, text: str, logprobs: Sequence[ShownLogprob]
+    ) -> dict[str, Any]:
         if part.kind == "thinking":
             return {"type": "reasoning_text", "text": text}
         shown = [self._logprob(entry) for entry in logprobs]

@@ -14,7 +14,7 @@ from router.frontend.api.responses.body import (
 )
 from router.frontend.api.responses.tools import OfferedTool, choice_of, joined, offered_tools
 from router.frontend.api.tool_use.custom import arguments_of
-from router.frontend.api.translation import Conversation, Translation
+from router.frontend.api.translation import TranslatedConversation, Translation
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _NAMES = {
@@ -57,7 +57,7 @@ def chat_of(
         ignored: Collects tools and items that are left out.
     """
     ignored = Ignored() if ignored is None else ignored
-    conversation = Conversation(joins=("system",))
+    conversation = TranslatedConversation(joins=("system",))
     if body.instructions is not None:
         conversation.add_text("system", body.instructions, "instructions")
     for item in earlier:
@@ -82,7 +82,9 @@ def chat_of(
     )
 
 
-def _add(conversation: Conversation, item: ResponsesItem, where: str, ignored: Ignored) -> None:
+def _add(
+    conversation: TranslatedConversation, item: ResponsesItem, where: str, ignored: Ignored
+) -> None:
     if item.type == "message":
         if item.role is None:
             raise _required(f"{where}.role")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
-from baton.registry.admin_commands import Orders
+from baton.registry.admin_commands import AdminCommands
 from baton.tenants.audit.chain import verify
 from baton.tenants.audit.inbox import AuditInbox
 from baton.tenants.audit.log import AuditLog
@@ -34,7 +34,7 @@ async def fleet(make_fleet, registry, tmp_path, monkeypatch):
         keys=SharedKeys(registry),
         limits=SharedLimits(registry),
         erasures=Erasures(registry),
-        commands=Orders(registry),
+        commands=AdminCommands(registry),
         audit=AuditLog(AuditInbox(registry), tmp_path / "audit.jsonl"),
     )
 
@@ -140,7 +140,7 @@ async def test_orders_name_their_caller(fleet, registry):
     body = {"verb": "scale", "arguments": {"prefill": 2}, "timeout_s": 0.1}
     answer = await fleet.http.post("/fleet/orders", json=body, headers=CLI)
     assert answer.status_code == 503, "there is no controller"
-    order = await Orders(registry).take()
+    order = await AdminCommands(registry).take()
     assert order is not None
     assert (order.who, order.source) == ("operator ann@host-1", "127.0.0.1")
 
