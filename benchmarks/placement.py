@@ -32,7 +32,7 @@ from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.workers.link import WorkerLink
-from router.routing.workers.table import WorkerSlot
+from router.routing.workers.slot import WorkerSlot
 from router.settings import RouterSettings
 
 PLACEMENT_BOUND_US = {50: 200.0, 500: 1000.0}

@@ -12,7 +12,7 @@ from baton.types.slo import Slo
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.router import SimulatedRouter
 from loadtest.simulator.table import SimulatedTable
-from router.routing.workers.table import WorkerSlot
+from router.routing.workers.slot import WorkerSlot
 
 PLAN_NS = 2_000_000_000
 

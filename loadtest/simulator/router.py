@@ -39,7 +39,7 @@ from router.routing.placement.prefix_sources import Source
 from router.routing.placement.worker_load import Reports, load_of, loads_of
 from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
 from router.routing.requests.tickets import Tickets
-from router.routing.workers.table import WorkerSlot
+from router.routing.workers.slot import WorkerSlot
 from router.settings import RouterSettings
 
 _LATE_NS = 100_000_000  # between two questions for the lane of late requests

@@ -10,7 +10,7 @@ from baton.registry.types import Role, WorkerRecord
 from baton.wire.compatibility import own_wire
 from loadtest.simulator.worker import SimulatedWorker
 from router.routing.workers.link import WorkerLink
-from router.routing.workers.table import WorkerSlot
+from router.routing.workers.slot import WorkerSlot
 
 
 class NoListener:

@@ -12,7 +12,7 @@ from router.lanes.routes import Route, route
 from router.routing.reports.request_reports import report_of
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
-from router.routing.workers.table import WorkerSlot
+from router.routing.workers.slot import WorkerSlot
 from router.served_model import not_served
 
 

@@ -32,7 +32,7 @@ from router.routing.placement.prompt_hashes import HashSeedCache, prompt_hashes
 from router.routing.placement.shortlist import Described, Shortlist
 from router.routing.placement.worker_columns import Workers
 from router.routing.placement.worker_load import NO_TIERS, Rates, Reports, load_of, loads_of
-from router.routing.workers.table import WorkerSlot
+from router.routing.workers.slot import WorkerSlot
 from router.settings import RouterSettings
 
 _INITIAL_OUTPUT_TOKENS = 128.0

@@ -14,7 +14,7 @@ from baton.wire.compatibility import format_id, kv_format
 from baton.wire.tokens import TOKEN_BYTES, pack_tokens
 from router.request import GenerationRequest
 from router.routing.placement.native.library import load
-from router.routing.workers.table import WorkerSlot
+from router.routing.workers.slot import WorkerSlot
 
 _MAX_SEEDS = 1024
 

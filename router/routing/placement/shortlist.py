@@ -28,7 +28,7 @@ from router.routing.placement.worker_load import (
     ReportedWorker,
     Reports,
 )
-from router.routing.workers.table import WorkerSlot
+from router.routing.workers.slot import WorkerSlot
 
 _JITTER_S = 1e-9  # random order of equal workers
 _CROWDING_EVERY_NS = 20_000_000

@@ -14,7 +14,7 @@ from baton.registry.types import TIERS, Role, tier_incarnation
 from router.routing.placement.native.library import load
 from router.routing.placement.pricing import Pricing
 from router.routing.placement.worker_load import Rates, ReportedWorker, Reports
-from router.routing.workers.table import WorkerSlot
+from router.routing.workers.slot import WorkerSlot
 
 _COLUMNS = np.dtype(
     [

@@ -28,7 +28,7 @@ from router.routing.placement.edges import Links, ReportedEdges
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.prefix_sources import Source
 from router.routing.placement.regret import FittedRates
-from router.routing.workers.table import WorkerSlot
+from router.routing.workers.slot import WorkerSlot
 
 NO_TIERS = (0, 0.0)
 _SAMPLE_PROMPT_TOKENS = 4096

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from router.routing.workers.table import WorkerSlot
+from router.routing.workers.slot import WorkerSlot
 
 
 def rates(slots: Iterable[WorkerSlot]) -> dict[str, dict[str, Any]]:

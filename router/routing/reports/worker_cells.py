@@ -8,7 +8,8 @@ from typing import Any
 
 from batonpb.common_pb2 import WorkerStatus
 
-from router.routing.workers.table import WorkerSlot, WorkerTable
+from router.routing.workers.slot import WorkerSlot
+from router.routing.workers.table import WorkerTable
 
 COLUMNS = (
     "id",

@@ -20,7 +20,8 @@ from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.dispatch import prefill_target, prefix_sources
 from router.routing.requests.observer import Observer
 from router.routing.requests.recovery_policy import after_prefill_failure
-from router.routing.workers.table import WorkerSlot, WorkerTable
+from router.routing.workers.slot import WorkerSlot
+from router.routing.workers.table import WorkerTable
 from router.settings import RouterSettings
 
 

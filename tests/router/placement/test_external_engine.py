@@ -11,7 +11,7 @@ from router.request import GenerationRequest
 from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_index import PrefixIndex
-from router.routing.workers.table import WorkerSlot
+from router.routing.workers.slot import WorkerSlot
 from router.settings import RouterSettings
 
 

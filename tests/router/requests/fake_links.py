@@ -15,7 +15,7 @@ from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.requests.gateway import Gateway
 from router.routing.requests.observer import Observer
 from router.routing.workers.link import WorkerLink
-from router.routing.workers.table import WorkerSlot
+from router.routing.workers.slot import WorkerSlot
 from router.settings import RouterSettings
 from tests.router.conftest import record_of
 from tests.router.emulated_worker import EmulatedWorker
