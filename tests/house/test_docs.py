@@ -11,6 +11,8 @@ from tests.house.imports import PACKAGES, ROOT
 DOCS = ROOT / "docs"
 MAX_WORDS = 4000
 MAX_README_WORDS = 650
+MAX_GUIDE_PAGE_WORDS = 1800
+MAX_GUIDE_WORDS = 17_000
 NO_LIMIT = ("docs/measurements", "docs/reference")
 
 _PATH = re.compile(
@@ -126,6 +128,13 @@ def test_every_test_that_the_page_on_reliability_names_exists() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(_read("README.md").split()) <= MAX_README_WORDS
+
+
+def test_the_guide_is_short() -> None:
+    guide = [page for page in _pages() if page.startswith("docs/guide/")]
+    words = {page: len(_read(page).split()) for page in guide}
+    assert {page: n for page, n in words.items() if n > MAX_GUIDE_PAGE_WORDS} == {}
+    assert sum(words.values()) <= MAX_GUIDE_WORDS, "link to the reference or the design instead"
 
 
 @pytest.mark.parametrize("page", _pages())
