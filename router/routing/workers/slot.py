@@ -1,4 +1,4 @@
-"""A worker as a router knows it: its record, its link, and whether requests may go there."""
+"""Slot of a worker in a router: its record, its link, and whether it takes requests."""
 
 from collections.abc import Callable
 from time import monotonic_ns
