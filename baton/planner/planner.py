@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 
 from baton.planner.demand import DemandWindow
-from baton.planner.sizes import SizePlanner, Wish
+from baton.planner.sizes import SizePlanner, WantedSizes
 from baton.planner.state import (
     PREFILL_SHARE,
     Decision,
@@ -97,7 +97,7 @@ class Planner:
             return turn
         light = self._window.arrived.count < _LEAST_REQUESTS
         wish = self._sizes.decide(wanted, known, self._demands, now_ns, light=light)
-        if isinstance(wish, Wish):
+        if isinstance(wish, WantedSizes):
             self._direction = None
             prefill = wish.sizes.get("prefill", 0)
             decode = wish.sizes.get("decode", 0)

@@ -37,7 +37,7 @@ _LOOK_NS = 2_000_000_000
 Sizes = dict[Role, int]
 
 
-class Wish(msgspec.Struct, frozen=True):
+class WantedSizes(msgspec.Struct, frozen=True):
     """Sizes that the fleet should have now, and the reason."""
 
     sizes: Sizes
@@ -94,7 +94,7 @@ class SizePlanner:
         now_ns: int,
         *,
         light: bool = False,
-    ) -> Wish | str:
+    ) -> WantedSizes | str:
         """Return new sizes, or why they stay; ``sizes`` are those that were wanted last.
 
         Without ``figures``, the load is ``light`` or unknown.
@@ -113,7 +113,7 @@ class SizePlanner:
         idle_ns = now_ns - (now_ns if self._busy_ns is None else self._busy_ns)
         if not self._least and idle_ns >= self._after_ns:
             self._changed_ns = now_ns
-            return Wish({"prefill": 0, "decode": 0}, f"no request for {idle_ns / 1e9:.0f} s")
+            return WantedSizes({"prefill": 0, "decode": 0}, f"no request for {idle_ns / 1e9:.0f} s")
         light = light and not _waiting(demands)
         self._note_needs(figures, light, now_ns)
         if figures is None or not self._waits_long(sizes, figures):
@@ -131,7 +131,7 @@ class SizePlanner:
             return "the load is not known"
         return self._when_low(sizes, figures, now_ns)
 
-    def _from_zero(self, demands: Mapping[str, WorkDemand], now_ns: int) -> Wish | str:
+    def _from_zero(self, demands: Mapping[str, WorkDemand], now_ns: int) -> WantedSizes | str:
         waiting = _waiting(demands)
         if not waiting and not self._least:
             return "no request waits"
@@ -140,7 +140,7 @@ class SizePlanner:
         if sum(first.values()) > self._most:
             first = {"prefill": 0, "decode": 1}
         self._changed_ns = now_ns
-        return Wish(first, f"{waiting} requests wait for a first worker")
+        return WantedSizes(first, f"{waiting} requests wait for a first worker")
 
     def _lacks(self, sizes: Mapping[Role, int], figures: Figures, now_ns: int) -> str:
         """Return why the fleet should grow, or ""."""
@@ -171,7 +171,7 @@ class SizePlanner:
 
     def _when_low(
         self, sizes: Mapping[Role, int], figures: Figures | None, now_ns: int
-    ) -> Wish | str:
+    ) -> WantedSizes | str:
         """Return smaller sizes once the mean load has been low for long enough."""
         if sum(sizes.values()) <= max(self._least, 1):
             return "the sizes fit the load"
@@ -199,14 +199,14 @@ class SizePlanner:
         step: int,
         why: str,
         now_ns: int,
-    ) -> Wish:
+    ) -> WantedSizes:
         grown: Sizes = dict(sizes)
         for _ in range(step):
             role = self._role_to_grow(grown, figures)
             grown[role] = grown.get(role, 0) + 1
         self._changed_ns = now_ns
         self._grown_ns = now_ns
-        return Wish(grown, why)
+        return WantedSizes(grown, why)
 
     def _role_to_grow(self, sizes: Mapping[Role, int], figures: Figures | None) -> Role:
         if self._colocated or not sizes.get("decode", 0):
@@ -221,9 +221,9 @@ class SizePlanner:
         decode_load = max(figures.decode_need, figures.decode_now) / sizes["decode"]
         return "prefill" if prefill_load >= decode_load else "decode"
 
-    def _shrunk(self, sizes: Mapping[Role, int], role: Role, why: str, now_ns: int) -> Wish:
+    def _shrunk(self, sizes: Mapping[Role, int], role: Role, why: str, now_ns: int) -> WantedSizes:
         self._changed_ns = now_ns
-        return Wish({**sizes, role: sizes[role] - 1}, why)
+        return WantedSizes({**sizes, role: sizes[role] - 1}, why)
 
     def _role_to_shrink(
         self, sizes: Mapping[Role, int], needs: tuple[float, float], limit: float = _LOW

@@ -35,7 +35,7 @@ _ASK_AGAIN_S = 1.0
 _SLICE_S = 0.25  # time is counted in slices: if this process freezes, its clock stops too
 
 
-class TurnedTo(msgspec.Struct, frozen=True):
+class ReportedRole(msgspec.Struct, frozen=True):
     """Role of a worker, and the number of the turn that gave it."""
 
     role: Role
@@ -50,7 +50,7 @@ class ShellProcess(msgspec.Struct, frozen=True):
     epoch: int = 0  # of the incarnation; its actor may be named after an earlier one
     settings_digest: str = ""  # of the settings that it was started with
     started: bool = False
-    turned: TurnedTo | None = None  # None: a worker of an earlier version
+    turned: ReportedRole | None = None  # None: a worker of an earlier version
     load: WorkerState | None = None  # of a ready worker
 
     @classmethod
@@ -60,7 +60,7 @@ class ShellProcess(msgspec.Struct, frozen=True):
         settings_digest: str = "",
         *,
         started: bool = False,
-        turned: TurnedTo | None = None,
+        turned: ReportedRole | None = None,
         load: WorkerState | None = None,
     ) -> "ShellProcess":
         """Return the present process."""

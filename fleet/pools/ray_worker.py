@@ -17,7 +17,7 @@ from baton.planner.state import WorkerState
 from baton.registry.types import Role, WorkerRecord
 from baton.registry.workers import was_replaced
 from baton.telemetry.tasks import BackgroundTasks
-from fleet.pools.liveness import ShellProcess, StandstillGuard, TurnedTo
+from fleet.pools.liveness import ReportedRole, ShellProcess, StandstillGuard
 from fleet.pools.ray_process import log_to, on_this_node
 from fleet.pools.resources import settings_digest
 from fleet.pools.sealing import unsealed
@@ -116,7 +116,7 @@ class WorkerActor:
         fields = unsealed(settings)
         self._settings = msgspec.convert(on_this_node(fields), self._settings_type)
         self._digest = settings_digest(fields)
-        self._turned = TurnedTo(fields["role"], fields.get("turn", 0))
+        self._turned = ReportedRole(fields["role"], fields.get("turn", 0))
 
     def _note_failure(self, error: Exception) -> None:
         self._failure = error
@@ -127,7 +127,7 @@ class WorkerActor:
         turned = self._turned
         load = None
         if self._worker is not None:
-            turned = TurnedTo(self._worker.record.role, self._worker.record.turn)
+            turned = ReportedRole(self._worker.record.role, self._worker.record.turn)
             load = self._worker.load()
         epoch = self._settings.epoch
         own = ShellProcess.own(epoch, self._digest, started=started, turned=turned, load=load)

@@ -27,7 +27,7 @@ from baton.registry.workers import was_replaced
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools import liveness, placement, ray_controller
-from fleet.pools.liveness import ShellProcess, StandstillGuard, TurnedTo
+from fleet.pools.liveness import ReportedRole, ShellProcess, StandstillGuard
 from fleet.pools.nodes import Node
 from fleet.pools.ray_controller import ControllerActor
 from fleet.pools.resources import ControllerSpec
@@ -427,7 +427,7 @@ async def test_a_changed_file_turns_no_worker_on_a_node_of_the_other_role(
     lives = adopting(controller, monkeypatch, "worker-0", "worker-1")
     roles = {"worker-0": "prefill", "worker-1": "decode"}
     for name, life in lives.items():
-        turned = TurnedTo(roles[name])
+        turned = ReportedRole(roles[name])
         life.process = msgspec.structs.replace(life.process, turned=turned)
     await controller.run()
     slots = controller._machine.slots

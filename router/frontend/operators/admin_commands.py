@@ -26,7 +26,7 @@ _FREE = {"free_cpus", "free_gpus"}
 _OF_ALL = ("ping", "slots", "nodes", "restart", "roll", "close", "open")
 
 
-class _OrderBody(OperatorBody):
+class _CommandBody(OperatorBody):
     verb: Annotated[str, Field(pattern=r"^[a-z]{1,16}$")]
     workers: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=1024)] = Field(
         default_factory=list
@@ -51,7 +51,7 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
         """Send an admin command to the controller and wait for its answer."""
         check_change(request.headers, router.settings)
         try:
-            body = _OrderBody.model_validate_json(await read_body(request, router))
+            body = _CommandBody.model_validate_json(await read_body(request, router))
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "body"
@@ -76,13 +76,13 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
         name = next(iter(desks))
         if model is not None:
             name = router.lanes.base(model, "model").model.names[0]
-        answer = await _ask(desks[name], _OrderBody(verb="plan"))
+        answer = await _ask(desks[name], _CommandBody(verb="plan"))
         return dict(answer.data)
 
     return api
 
 
-def _models_of(router: Process, body: _OrderBody, names: list[str]) -> list[str]:
+def _models_of(router: Process, body: _CommandBody, names: list[str]) -> list[str]:
     """Return the models that a command is for."""
     if len(names) == 1:
         return names
@@ -127,11 +127,11 @@ async def ask(orders: AdminCommands, verb: str, who: str = "", source: str = "")
         InvalidRequestError: The controller refuses it.
         UnavailableError: The controller or Redis does not answer.
     """
-    return await _ask(orders, _OrderBody(verb=verb), who, source)
+    return await _ask(orders, _CommandBody(verb=verb), who, source)
 
 
 async def _ask(
-    orders: AdminCommands, body: _OrderBody, who: str = "", source: str = ""
+    orders: AdminCommands, body: _CommandBody, who: str = "", source: str = ""
 ) -> CommandReply:
     try:
         answer = await orders.ask(
