@@ -27,6 +27,23 @@ from router.served_model import ServedModel
 def routes(router: Process) -> Endpoints:
     """Return ``/v1/models``, calls for LoRA adapters, ``/tokenize`` and ``/detokenize``."""
     api = Endpoints()
+    _add_models(api, router)
+    _add_adapters(api, router)
+
+    @api.post_body("/tokenize", TokenizeBody)
+    async def tokenize(request: Request) -> Response:
+        """Return the token ids of a prompt, or of a rendered conversation."""
+        return await _answer_off_loop(router, request, _tokenized)
+
+    @api.post_body("/detokenize", DetokenizeBody)
+    async def detokenize(request: Request) -> Response:
+        """Return the text of token ids, including special tokens."""
+        return await _answer_off_loop(router, request, _detokenized)
+
+    return api
+
+
+def _add_models(api: Endpoints, router: Process) -> None:
     settings = router.settings
     lanes = router.lanes
 
@@ -55,6 +72,11 @@ def routes(router: Process) -> Endpoints:
         if allowed and (record := _alias_record(router, model_id, access)):
             return record
         return _record(lanes.of(model_id, access.sees, access.models), model_id)
+
+
+def _add_adapters(api: Endpoints, router: Process) -> None:
+    settings = router.settings
+    lanes = router.lanes
 
     @api.post_body("/v1/load_lora_adapter", LoadAdapterBody)
     async def load_lora_adapter(request: Request) -> Response:
@@ -93,18 +115,6 @@ def routes(router: Process) -> Endpoints:
         await audited(router, request, "adapters unload", body.lora_name, after={"owner": owner})
         message = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
         return Response(message, media_type="text/plain")
-
-    @api.post_body("/tokenize", TokenizeBody)
-    async def tokenize(request: Request) -> Response:
-        """Return the token ids of a prompt, or of a rendered conversation."""
-        return await _answer_off_loop(router, request, _tokenized)
-
-    @api.post_body("/detokenize", DetokenizeBody)
-    async def detokenize(request: Request) -> Response:
-        """Return the text of token ids, including special tokens."""
-        return await _answer_off_loop(router, request, _detokenized)
-
-    return api
 
 
 def _alias_record(router: Process, name: str, access: Access) -> dict[str, Any] | None:

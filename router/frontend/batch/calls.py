@@ -11,6 +11,7 @@ from fastapi import HTTPException, Query, Request
 from fastapi.responses import FileResponse
 from pydantic import Field, StringConstraints
 
+from baton.config.clients import ClientLimitsConfig
 from baton.types.errors import InvalidRequestError, NotKeptError, UnavailableError
 from router.frontend.access import tenant_of
 from router.frontend.api.bodies.common import Body, NonEmpty
@@ -93,22 +94,34 @@ def store_of(settings: RouterSettings) -> BatchStore | None:
     )
 
 
+_Find = Callable[[Request], tuple[BatchStore, str]]
+"""Returns the store and the tenant of a call."""
+
+
 def routes(router: Process) -> Endpoints:
     """Return the endpoints of files and batches."""
     api = Endpoints()
     settings = router.settings
-    found = store_of(settings)
-    gate = UploadGate()
+    store = store_of(settings)
 
     def of(request: Request) -> tuple[BatchStore, str]:
         tenant = tenant_of(request.headers, settings)
-        if found is None:
+        if store is None:
             raise UnavailableError("files need a state folder, which this router does not have")
         if tenant == LOCK:
             raise InvalidRequestError.at(
                 "x-baton-tenant", f"{tenant!r} is a reserved name and cannot have files"
             )
-        return found, tenant
+        return store, tenant
+
+    _add_uploads(api, settings.clients, of)
+    _add_files(api, of)
+    _add_batches(api, router, of)
+    return api
+
+
+def _add_uploads(api: Endpoints, clients: ClientLimitsConfig, of: _Find) -> None:
+    gate = UploadGate()
 
     @api.post("/v1/files", openapi_extra=_FORM)
     async def upload(request: Request) -> dict[str, Any]:
@@ -117,7 +130,7 @@ def routes(router: Process) -> Endpoints:
         _check_kept(store, tenant)
         # Checked before reading, so that clients without space need not send the whole file.
         await asyncio.to_thread(store.check_room, tenant, 1)
-        sent = await read_upload(request, settings.clients, gate, tenant)
+        sent = await read_upload(request, clients, gate, tenant)
         try:
             keep_s = _LONG_S if sent.keep_s is None else sent.keep_s
             record = await _stored(
@@ -133,6 +146,8 @@ def routes(router: Process) -> Endpoints:
             await sent.form.close()
         return record.shown()
 
+
+def _add_files(api: Endpoints, of: _Find) -> None:
     @api.get("/v1/files")
     async def files(
         request: Request,
@@ -170,6 +185,8 @@ def routes(router: Process) -> Endpoints:
             raise _unknown(file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
+
+def _add_batches(api: Endpoints, router: Process, of: _Find) -> None:
     @api.post_body("/v1/batches", BatchBody)
     async def create(request: Request) -> dict[str, Any]:
         """Create a batch, which runs each line of a file as a request at the lowest priority."""
@@ -225,8 +242,6 @@ def routes(router: Process) -> Endpoints:
         await _stored(store.ask_to_cancel, record)
         record.cancel(time.time())  # the router that runs it will store the same state
         return record.shown()
-
-    return api
 
 
 async def _stored(write: Callable[..., _Written], *values: Any) -> _Written:

@@ -11,6 +11,7 @@ secret.
 
 import logging
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
 
@@ -68,6 +69,10 @@ class _Successor(OperatorBody):
 _Body = TypeVar("_Body", bound=OperatorBody)
 
 
+_Check = Callable[[Request], None]
+"""Refuses a call that is not an operator's."""
+
+
 def routes(router: Process, keys: KeyExchange) -> Endpoints:
     """Return the endpoints of issued API keys. All are for operators."""
     api = Endpoints()
@@ -80,6 +85,12 @@ def routes(router: Process, keys: KeyExchange) -> Endpoints:
                 "`api_keys`, in the fleet file"
             )
 
+    _add_issue(api, router, keys, check)
+    _add_ends(api, router, keys, check)
+    return api
+
+
+def _add_issue(api: Endpoints, router: Process, keys: KeyExchange, check: _Check) -> None:
     @api.get("/fleet/keys", include_in_schema=False)
     async def listed(request: Request) -> dict[str, Any]:
         """List the keys, without hashes, and the age of this list."""
@@ -116,34 +127,20 @@ def routes(router: Process, keys: KeyExchange) -> Endpoints:
             "keys": [_shown(key, now_ms) for key in known if key is not None],
         }
 
+
+def _add_ends(api: Endpoints, router: Process, keys: KeyExchange, check: _Check) -> None:
     @api.post("/fleet/keys/{key_id}/rotate", include_in_schema=False)
     async def rotate(request: Request, key_id: str) -> dict[str, Any]:
         """Issue a key with the rights of another one, which expires after the overlap."""
         check(request)
         body = _parsed(_Successor, await read_body(request, router))
         now_ms = _now_ms()
-
-        def retired(old: KeyRecord) -> KeyRecord:
-            if old.replaced_by or old.state(now_ms) != "valid":
-                why = f"replaced by {old.replaced_by}" if old.replaced_by else old.state(now_ms)
-                raise KeyChangeError(f"the API key {old.id} is {why}; rotate a valid one")
-            retires_ms = max(now_ms + int(body.overlap_s * 1000), 1)
-            return msgspec.structs.replace(old, replaced_by=body.id, retires_ms=retires_ms)
-
-        def successor(old: KeyRecord) -> KeyRecord:
-            lifetime_ms = old.expires_ms - old.created_ms if old.expires_ms else 0
-            if body.expires_s is not None:
-                lifetime_ms = int(body.expires_s * 1000)
-            return KeyRecord(
-                id=body.id,
-                sha256=body.sha256,
-                rights=old.rights,
-                created_ms=now_ms,
-                expires_ms=now_ms + lifetime_ms if lifetime_ms else 0,
-            )
-
         try:
-            old = await keys.change(key_id, retired, successor)
+            old = await keys.change(
+                key_id,
+                lambda old: _retired(old, body, now_ms),
+                lambda old: _successor(old, body, now_ms),
+            )
         except (RegistryUnavailableError, KeyChangeError) as error:
             raise _refusal(error) from error
         _LOG.info("rotated API key=%s successor=%s", key_id, body.id)
@@ -172,7 +169,26 @@ def routes(router: Process, keys: KeyExchange) -> Endpoints:
             await audited(router, request, "keys revoke", key_id, after=after, wait=is_shared)
         return {**_shown(key, now_ms), "everywhere": is_shared}
 
-    return api
+
+def _retired(old: KeyRecord, body: _Successor, now_ms: int) -> KeyRecord:
+    if old.replaced_by or old.state(now_ms) != "valid":
+        why = f"replaced by {old.replaced_by}" if old.replaced_by else old.state(now_ms)
+        raise KeyChangeError(f"the API key {old.id} is {why}; rotate a valid one")
+    retires_ms = max(now_ms + int(body.overlap_s * 1000), 1)
+    return msgspec.structs.replace(old, replaced_by=body.id, retires_ms=retires_ms)
+
+
+def _successor(old: KeyRecord, body: _Successor, now_ms: int) -> KeyRecord:
+    lifetime_ms = old.expires_ms - old.created_ms if old.expires_ms else 0
+    if body.expires_s is not None:
+        lifetime_ms = int(body.expires_s * 1000)
+    return KeyRecord(
+        id=body.id,
+        sha256=body.sha256,
+        rights=old.rights,
+        created_ms=now_ms,
+        expires_ms=now_ms + lifetime_ms if lifetime_ms else 0,
+    )
 
 
 def _record_of(new: _NewKey, now_ms: int) -> KeyRecord:

@@ -34,7 +34,13 @@ _WORKER_STATES = ("starting", "ready", "draining", "dead", "parked")
 def routes(router: Process) -> Endpoints:
     """Return ``/health*``, ``/ping``, ``/version``, ``/load``, ``/metrics`` and ``/fleet*``."""
     api = Endpoints()
-    tenant_gauges = TenantGauges()
+    _add_health(api, router)
+    _add_fleet(api, router)
+    _add_requests(api, router)
+    return api
+
+
+def _add_health(api: Endpoints, router: Process) -> None:
     own_version = version()
 
     @api.head("/health", include_in_schema=False)
@@ -77,6 +83,11 @@ def routes(router: Process) -> Endpoints:
         )
         response.status_code = 200 if result["status"] == "ready" else 503
         return result
+
+
+def _add_fleet(api: Endpoints, router: Process) -> None:
+    tenant_gauges = TenantGauges()
+    own_version = version()
 
     @api.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -129,6 +140,8 @@ def routes(router: Process) -> Endpoints:
             }
         )
 
+
+def _add_requests(api: Endpoints, router: Process) -> None:
     @api.get("/fleet/requests")
     async def requests(
         request: Request,
@@ -167,8 +180,6 @@ def routes(router: Process) -> Endpoints:
                 "the request is unknown to this router, or no longer recorded",
             )
         return explanation
-
-    return api
 
 
 def _json(content: dict[str, Any]) -> Response:

@@ -22,7 +22,7 @@ from baton.tenants.erasures import Erasures
 from baton.tenants.limits import Limits
 from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.versioned import TableChangeError
-from router.frontend.access import access_of, check_change
+from router.frontend.access import Access, access_of, check_change
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.audited import audited
 from router.frontend.operators.deletion.command import delete_tenant
@@ -47,25 +47,6 @@ def routes(
     def check(request: Request) -> None:
         check_change(request.headers, router.settings)
 
-    async def change(given: dict[str, Any], tenant: str, synced: SyncedLimits) -> Limits:
-        """Change the given limits of a tenant; return the new ones."""
-        made: list[Limits] = []
-        if not given:
-            raise InvalidRequestError.at("limits", f"give some of {', '.join(_FIELDS)}")
-
-        def edited(limits: Limits | None) -> Limits | None:
-            before = msgspec.to_builtins(limits) if limits is not None else {}
-            made.append(_limits_of(_merged(before, given)))
-            return made[-1] if made[-1] != Limits() else None
-
-        with _told():
-            await synced.change_tenant(tenant, edited)
-            keep_s = made[-1].keep_s
-            if keep_s is not None and router.sources.responses is not None:
-                await router.sources.responses.shorten(tenant, keep_s)
-        _LOG.info("changed limits of tenant=%s", tenant)
-        return made[-1]
-
     @api.get("/fleet/tenants", include_in_schema=False)
     async def listed(
         request: Request, limit: Annotated[int | None, Query(ge=1, le=_MOST_WATCHED)] = None
@@ -74,25 +55,7 @@ def routes(
 
         With ``limit``, the answer has their use, which is current from the second call on.
         """
-        access = access_of(request.headers, router.settings)
-        tenants = router.settings.policies.all
-        names = sorted(tenants, key=_natural) if access.operator else [access.tenant]
-        names = [name for name in names if name in tenants]
-        shown = [_shown(name, tenants[name]) for name in names[:limit]]
-        if limit is not None:
-            now_ns = monotonic_ns()
-            quotas = router.quotas.quotas
-            quotas.watch(names[:limit], now_ns)
-            for row in shown:
-                standings = quotas.standing(row["tenant"], now_ns)
-                row["used"] = {kind: standing.used for kind, standing in standings.items()}
-        source = router.settings.tenants_file
-        is_shown = access.operator and source is not None and source.is_used
-        return {
-            "total": len(names),
-            "file": str(source.file) if source is not None and is_shown else None,
-            "tenants": shown,
-        }
+        return _list(router, access_of(request.headers, router.settings), limit)
 
     @api.put("/fleet/tenants/{tenant}", include_in_schema=False)
     async def set_limits(request: Request, tenant: str) -> dict[str, Any]:
@@ -106,7 +69,7 @@ def routes(
         if synced is None:
             raise UnavailableError(_NO_REDIS)
         before = synced.table.tenants.get(name)
-        limits = await change(given, name, synced)
+        limits = await _change(router, given, name, synced)
         was = msgspec.to_builtins(before) if before is not None else None
         after = msgspec.to_builtins(limits)
         await audited(router, request, "tenants set", name, before=was, after=after)
@@ -125,6 +88,49 @@ def routes(
         return receipt
 
     return api
+
+
+async def _change(
+    router: Process, given: dict[str, Any], tenant: str, synced: SyncedLimits
+) -> Limits:
+    """Change the given limits of a tenant; return the new ones."""
+    made: list[Limits] = []
+    if not given:
+        raise InvalidRequestError.at("limits", f"give some of {', '.join(_FIELDS)}")
+
+    def edited(limits: Limits | None) -> Limits | None:
+        before = msgspec.to_builtins(limits) if limits is not None else {}
+        made.append(_limits_of(_merged(before, given)))
+        return made[-1] if made[-1] != Limits() else None
+
+    with _told():
+        await synced.change_tenant(tenant, edited)
+        keep_s = made[-1].keep_s
+        if keep_s is not None and router.sources.responses is not None:
+            await router.sources.responses.shorten(tenant, keep_s)
+    _LOG.info("changed limits of tenant=%s", tenant)
+    return made[-1]
+
+
+def _list(router: Process, access: Access, limit: int | None) -> dict[str, Any]:
+    tenants = router.settings.policies.all
+    names = sorted(tenants, key=_natural) if access.operator else [access.tenant]
+    names = [name for name in names if name in tenants]
+    shown = [_shown(name, tenants[name]) for name in names[:limit]]
+    if limit is not None:
+        now_ns = monotonic_ns()
+        quotas = router.quotas.quotas
+        quotas.watch(names[:limit], now_ns)
+        for row in shown:
+            standings = quotas.standing(row["tenant"], now_ns)
+            row["used"] = {kind: standing.used for kind, standing in standings.items()}
+    source = router.settings.tenants_file
+    is_shown = access.operator and source is not None and source.is_used
+    return {
+        "total": len(names),
+        "file": str(source.file) if source is not None and is_shown else None,
+        "tenants": shown,
+    }
 
 
 def _natural(name: str) -> list[str | int]:

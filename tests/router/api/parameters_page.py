@@ -18,7 +18,7 @@ from router.frontend.api.bodies.messages import (
     CalledFunction,
     CalledTool,
     Message,
-    MessagePart,
+    Part,
 )
 from router.frontend.api.bodies.tokens import DetokenizeBody, TokenizeBody
 from router.frontend.api.bodies.tools import (
@@ -38,7 +38,7 @@ KINDS: dict[type[Body], str] = {
     CompletionBody: "`POST /v1/completions`",
     StreamOptions: "`stream_options`",
     Message: "a message",
-    MessagePart: "a part of a message's content",
+    Part: "a part of a message's content",
     CalledTool: "a replayed call, `tool_calls[]`",
     CalledFunction: "the function of a replayed call",
     CalledCustom: "the custom tool of a replayed call",

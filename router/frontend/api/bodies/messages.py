@@ -10,7 +10,7 @@ from router.frontend.api.bodies.fields import Refused
 _TEXT_ONLY = "this model supports text only"
 
 
-class MessagePart(Body):
+class Part(Body):
     """A part of a message's content."""
 
     type: Literal["text", "input_text", "output_text", "refusal", "thinking"]
@@ -93,7 +93,7 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     """system, developer (system if the template has none), user, assistant, tool, function"""
-    content: str | Annotated[list[MessagePart | str], FIRST_FAULT] | None = None
+    content: str | Annotated[list[Part | str], FIRST_FAULT] | None = None
     """text, or parts of text"""
     tool_calls: Annotated[list[CalledTool], FIRST_FAULT] | None = None
     """calls that the assistant made"""
@@ -138,9 +138,7 @@ class Message(Body):
         if isinstance(self.content, str):
             return self.content
         parts = (part if isinstance(part, str) else part.shown() for part in self.content)
-        hidden = [
-            isinstance(part, MessagePart) and part.type == "thinking" for part in self.content
-        ]
+        hidden = [isinstance(part, Part) and part.type == "thinking" for part in self.content]
         return "\n".join(text for text, hide in zip(parts, hidden, strict=True) if not hide)
 
     def thoughts(self) -> str:
@@ -148,7 +146,7 @@ class Message(Body):
         reasoning = self.reasoning_content or self.reasoning
         if reasoning is not None or not isinstance(self.content, list):
             return reasoning or ""
-        parts = (part.thinking for part in self.content if isinstance(part, MessagePart))
+        parts = (part.thinking for part in self.content if isinstance(part, Part))
         return "\n".join(text for text in parts if text)
 
 
