@@ -53,7 +53,7 @@ class Ask(msgspec.Struct, kw_only=True):
     silent_ms: int = SILENT_MS
 
 
-class Part(msgspec.Struct, kw_only=True):
+class LimitPart(msgspec.Struct, kw_only=True):
     """State of one limit after an exchange.
 
     Attributes:
@@ -81,4 +81,4 @@ class Grant(msgspec.Struct, kw_only=True):
     sequence: int
     now_ms: int
     unknown: bool = False
-    parts: dict[str, Part] = {}
+    parts: dict[str, LimitPart] = {}

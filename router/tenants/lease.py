@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 
-from baton.tenants.bank import CONCURRENT_RETRY_MS, SILENT_MS, Need, Part
+from baton.tenants.bank import CONCURRENT_RETRY_MS, SILENT_MS, LimitPart, Need
 
 _USE_NS = 1_000_000_000  # a lease covers twice the use of this time
 _PART_LEASED = 4  # of what is left, at most one part is leased before calls need it
@@ -144,7 +144,7 @@ class TenantLeases:
         return min(most_tokens, self.likely_tokens) if self.answers else most_tokens
 
 
-def own_part(need: Need, used: Mapping[int, int], now_ms: int) -> Part:
+def own_part(need: Need, used: Mapping[int, int], now_ms: int) -> LimitPart:
     """Return what a router without Redis has of ``need``, whose limit is that of this router.
 
     Args:
@@ -166,4 +166,4 @@ def own_part(need: Need, used: Mapping[int, int], now_ms: int) -> Part:
             wait_ms = max((slot + need.slots) * need.slot_ms - now_ms, 1)
     last = max((slot for slot, amount in used.items() if amount > 0), default=0)
     reset_ms = max((last + need.slots) * need.slot_ms - now_ms, 0) if last else 0
-    return Part(ceiling=ceiling, left=left, wait_ms=wait_ms, reset_ms=reset_ms)
+    return LimitPart(ceiling=ceiling, left=left, wait_ms=wait_ms, reset_ms=reset_ms)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from baton.tenants.bank import CONCURRENT_RETRY_MS, SILENT_MS, SLACK_MS, Ask, Grant, Need, Part
+from baton.tenants.bank import CONCURRENT_RETRY_MS, SILENT_MS, SLACK_MS, Ask, Grant, LimitPart, Need
 
 
 class _Account(msgspec.Struct):
@@ -64,7 +64,7 @@ class Bank:
             if not any(account.used for account in router.accounts.values()):
                 del self._routers[name]
 
-    def _granted(self, mine: _Router, name: str, need: Need) -> Part:
+    def _granted(self, mine: _Router, name: str, need: Need) -> LimitPart:
         account = mine.accounts.setdefault(name, _Account())
         account.spent_total = need.spent_total
         account.ceiling = max(account.ceiling, account.spent_total)
@@ -88,7 +88,7 @@ class Bank:
             default=0,
         )
         reset_ms = max((last + need.slots) * need.slot_ms - self._now_ms, 0) if last else 0
-        return Part(
+        return LimitPart(
             ceiling=account.ceiling,
             left=left,
             wait_ms=wait_ms,
