@@ -76,7 +76,7 @@ async def test_a_worker_is_refused_before_its_engine_starts_and_it_registers(mon
     async def started(*_: object) -> None:
         raise AssertionError("the engine was started")
 
-    monkeypatch.setattr(worker, "_start_engine", started)
+    monkeypatch.setattr(worker, "start_engine", started)
     settings = WorkerSettings(
         worker_id="m-worker-0",
         role="decode",

@@ -158,7 +158,7 @@ def test_the_rank_that_has_ended_is_named_before_those_that_report_it() -> None:
     with near, far:
         ranks = [
             _Rank(process, near, _answer_reader(), near, _answer_reader())
-            for process in (None, ending)
+            for process in (SimpleNamespace(pid=1, poll=lambda: None), ending)
         ]
         ranks[0].failed = f"RankError: {GROUP_BROKE}: Read error"
         group = RankProcesses.__new__(RankProcesses)

@@ -242,8 +242,8 @@ def test_python_and_cpp_share_constants_and_fields():
     source = Path(pricing.__file__).with_name("native").joinpath("pricing.cpp").read_text()
     assert (cost.PAIRED_OF_A_ROLE, MAX_SOURCES, MAX_LINKS) == (6, 4, 3)
     assert "kPaired = 6, kSources = 4, kLinks = 3;" in source
-    for struct in (pricing.PricingRow, pricing.Prompt):
-        body = source.split(f"struct Baton{struct.__name__} {{")[1].split("};")[0]
+    for struct, name_in_cpp in ((pricing.PricingRow, "Row"), (pricing.Prompt, "Prompt")):
+        body = source.split(f"struct Baton{name_in_cpp} {{")[1].split("};")[0]
         fields = re.findall(r"\w+(?=[,;[])", re.sub("//.*", "", body))
         assert [name for name in fields if name != "kSources"] == [
             name for name, _ in struct._fields_
