@@ -1,4 +1,4 @@
-"""How a model is run: numerics, quantisation, speculation."""
+"""Sections of the fleet file for a model: numerics, quantisation, speculation."""
 
 from typing import Annotated, Literal
 

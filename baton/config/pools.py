@@ -1,6 +1,7 @@
 """Fleet file section on worker pools: replicas, ranks, engine, ports."""
 
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from types import MappingProxyType
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
@@ -64,15 +65,12 @@ class TensorParallelConfig(Section):
     decode: Annotated[int, Field(ge=1, le=64)] = 1  # ranks of a decode worker
     memory: Literal["shared", "own"] = "shared"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _ranks_are_on_one_host(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "nodes" in values:
-            raise ValueError(
-                "`nodes` is not supported: ranks of a replica are on one host. Remove the key, or "
-                "use vLLM workers (pools.vllm) for a model that is larger than a host"
-            )
-        return values
+    removed = MappingProxyType(
+        {
+            "nodes": "ranks of a replica are on one host. Remove the key, or use vLLM workers "
+            "(pools.vllm) for a model that is larger than a host"
+        }
+    )
 
 
 class KvTiersConfig(Section):
@@ -167,15 +165,12 @@ class PoolsConfig(Section):
     receive_cpu_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.025
     idle_sleep_s: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _sizes_are_numbers(cls, value: object) -> object:
-        if isinstance(value, dict) and "roles" in value:
-            raise ValueError(
-                "`roles` is not supported: set `prefill` and `decode`, such as `prefill: 0` and "
-                "`decode: 1` for one worker with all cores"
-            )
-        return value
+    removed = MappingProxyType(
+        {
+            "roles": "set `prefill` and `decode`, such as `prefill: 0` and `decode: 1` for one "
+            "worker with all cores"
+        }
+    )
 
     @field_validator("ports")
     @classmethod

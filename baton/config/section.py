@@ -1,15 +1,30 @@
 """Base class of the fleet file's sections."""
 
 import re
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Section(BaseModel):
-    """Immutable section that refuses unknown keys and wrong types."""
+    """Immutable section that refuses unknown keys and wrong types.
+
+    Attributes:
+        removed: Keys of earlier versions, and what to write instead.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    removed: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_removed_keys(cls, value: Any) -> Any:
+        for key, instead in cls.removed.items():
+            if isinstance(value, dict) and key in value:
+                raise ValueError(f"`{key}` is not supported: {instead}")
+        return value
 
 
 _LIMITS = {

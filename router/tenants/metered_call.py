@@ -1,4 +1,4 @@
-"""What quotas and usage need to know of a call."""
+"""View of a call for quotas and usage."""
 
 from collections.abc import Sequence
 from typing import Protocol

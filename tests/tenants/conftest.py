@@ -1,4 +1,4 @@
-"""What the tests of tenants share: a real Redis."""
+"""Fixtures of the tests of tenants: a real Redis."""
 
 from tests.registry.conftest import redis_server, registry
 

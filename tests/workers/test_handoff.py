@@ -242,7 +242,7 @@ async def test_a_hung_engine_takes_its_worker_along():
 
 
 async def test_nan_is_a_typed_error_and_its_worker_leaves_traffic():
-    """The request hears of it; the probe, which meets NaN too, ends the worker."""
+    """The request gets the error; the probe, which meets NaN too, ends the worker."""
     sick = {"emulated_nan_after_steps": 6, "probe_s": 2.0}
     async with workers("decode-0", **sick) as (decode,), routed(decode) as router:
         await router.submit("a", PROMPT, sampling={"max_tokens": 100})

@@ -117,7 +117,7 @@ class EngineShape:
 
     @property
     def generates_kernels(self) -> bool:
-        """Whether oneDNN generates code for unquantised products."""
+        """True if oneDNN generates code for unquantised products."""
         return not (self.native and self.dtype == "bf16")
 
     @property

@@ -76,7 +76,7 @@ def routes(router: Process) -> Endpoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """What is known of a call besides its body when its lane is found."""
+    """Caller, lane, size and time of a call, which are known before its body is parsed."""
 
     lane: Lane
     caller: Caller

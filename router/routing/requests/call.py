@@ -67,7 +67,7 @@ Observe = Callable[[Call], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallObservers:
-    """What a router does about a call besides answering it, in this order.
+    """Observers of calls, by the stage of a call, in this order.
 
     Attributes:
         begun: Before the first request is submitted; each may refuse the call.
