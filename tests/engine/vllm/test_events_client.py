@@ -28,7 +28,10 @@ class Publisher:
         self.replay.bind(f"ipc://{folder}/replay")
         self.changes: list[CacheChanged] = []
         self.logged: list[str] = []
-        self.client = KvEventsClient(str(folder), self.changes.append, self.logged.append)
+        self.client = KvEventsClient(
+            f"ipc://{folder}/events", f"ipc://{folder}/replay", self.logged.append
+        )
+        self.client.on_change = self.changes.append
         self.reading = asyncio.create_task(self.client.run())
         self.filling = asyncio.create_task(self.client.fill_gaps())
 

@@ -1,16 +1,18 @@
-"""HTTP client for vLLM's socket, against a server that reads late."""
+"""HTTP client of engines, against real servers."""
 
 import asyncio
 from pathlib import Path
 
-from baton.engine.vllm import http
+from baton.engine.remote.http import HttpOrigin
 from tests.engine.vllm.test_engine import HEAD, chunk
 
 
 async def test_a_request_larger_than_the_sockets_buffer_arrives_whole(tmp_path: Path) -> None:
     """A prompt of 128 k tokens has about 800 KB."""
     path = str(tmp_path / "http")
-    request = http.request_bytes("POST", "/x", b"7" * 4_000_000)
+    origin = HttpOrigin.of_socket(path)
+    body = b"7" * 4_000_000
+    request = origin.request_bytes("POST", "/x", body)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.1)  # meanwhile the buffer fills
@@ -20,7 +22,7 @@ async def test_a_request_larger_than_the_sockets_buffer_arrives_whole(tmp_path: 
 
     server = await asyncio.start_unix_server(answer, path)
     parts: list[bytes] = []
-    exchange = await http.begin(path, request, parts.append)
+    exchange = await origin.begin("POST", "/x", body, parts.append)
     assert await exchange.done
     assert parts == [b"1"]
     server.close()

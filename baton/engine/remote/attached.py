@@ -1,0 +1,147 @@
+"""Servers that somebody else has started: what is read of one, and how its faults are handled.
+
+A started engine is one process with its worker: a fault ends both. An attached server may be behind
+a proxy, busy, or about to be replaced. So a fault ends one request, which the router resumes at
+another worker. The server is examined at once, and its worker leaves if it is gone or another one.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from baton.engine.remote.engine import RemoteEngine
+from baton.engine.remote.http import HttpOrigin, RefusedError, StatusError
+from baton.engine.remote.live_request import LiveRequest
+from baton.types.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
+
+_MOST_FAILURES = 3  # one after another, without a response between
+_POLL_S = 1.0
+_ANSWER_S = 5.0
+_SILENT_POLLS = 3  # without an answer in time
+_IDENTITY_POLLS = 5
+
+
+class UnfitServerError(InternalError):
+    """A server lacks what Baton needs; the message names the argument to add."""
+
+
+class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of a server that is attached.
+
+    Attributes:
+        engine: Kind and version, such as ``vllm/0.32.0``.
+        model: Name of the model in requests; ``root`` is the path or id that it was loaded from.
+        block_tokens: Tokens of one block of its cache.
+        blocks: Number of these blocks; 0: it caches no prefixes.
+        started: Time at which its process has begun; another one is another life of the server.
+    """
+
+    engine: str
+    model: str
+    root: str
+    max_context_tokens: int
+    block_tokens: int
+    blocks: int
+    started: str = ""
+
+
+class ServerWatch:
+    """Looks at a server until it is gone, or another one.
+
+    Args:
+        origin: The server.
+        read: Reads its present properties.
+        expected: The properties with which it was attached.
+    """
+
+    def __init__(
+        self,
+        origin: HttpOrigin,
+        read: Callable[[], Awaitable[ServerFacts]],
+        expected: ServerFacts,
+    ) -> None:
+        self._origin = origin
+        self._read = read
+        self._expected = expected
+        self._suspected = asyncio.Event()
+
+    def suspect(self) -> None:
+        """Look at once, because a request has failed."""
+        self._suspected.set()
+
+    async def watch(self, alive: Callable[[], None], dead: Callable[[str], None]) -> None:
+        """Call ``alive`` as long as the server responds; call ``dead`` once with the reason."""
+        silent = 0
+        polls = 0
+        while True:
+            asked = await self._until_due()
+            polls += 1
+            try:
+                await self._origin.fetch("GET", "/health", _ANSWER_S)
+                if asked or not polls % _IDENTITY_POLLS:
+                    self._compare(await self._read())
+            except (StatusError, RefusedError, InternalError) as error:
+                dead(error.message)
+                return
+            except UnavailableError as error:
+                silent += 1
+                if silent >= _SILENT_POLLS:
+                    dead(error.message)
+                    return
+            else:
+                silent = 0
+                alive()
+
+    async def _until_due(self) -> bool:
+        """Wait for the next look; return whether a request has failed."""
+        try:
+            async with asyncio.timeout(_POLL_S):
+                await self._suspected.wait()
+        except TimeoutError:
+            return False
+        self._suspected.clear()
+        return True
+
+    def _compare(self, present: ServerFacts) -> None:
+        for field in self._expected.__struct_fields__:
+            before = getattr(self._expected, field)
+            now = getattr(present, field)
+            if before != now:
+                raise InternalError(
+                    f"{self._origin.name} was replaced: {field} was {before!r} and is {now!r}"
+                )
+
+
+class AttachedEngine(RemoteEngine):
+    """Policy for faults of a server that somebody else has started."""
+
+    _failures = 0
+
+    def _suspect(self) -> None:
+        """Let the server be looked at."""
+        raise NotImplementedError
+
+    def _on_lost(self, request: LiveRequest, why: str) -> None:
+        self._suspect()
+        self._end_failed(request, UnavailableError(why))
+
+    async def _on_failure(self, request: LiveRequest, error: BatonError) -> None:
+        if isinstance(error, InvalidRequestError):
+            self._end_failed(request, error)
+            return
+        self._suspect()
+        self._failures += 1
+        self._end_failed(request, UnavailableError(error.message))
+        if self._failures >= _MOST_FAILURES:
+            self._break(f"{self._failures} requests in a row failed, the last: {error.message}")
+
+    def _on_end(self, request: LiveRequest) -> None:
+        if request.admitted:
+            self._failures = 0
+        super()._on_end(request)
+
+    def _break(self, why: str) -> None:
+        super()._break(why)
+        for request in list(self._requests.values()):
+            self._end_failed(request, UnavailableError(why))

@@ -1,0 +1,233 @@
+"""A vLLM that somebody else has started: what it is, whether it fits, and its engine.
+
+Nothing here changes the server, but for LoRA adapters, and its cache when a tenant is deleted.
+"""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from baton.engine.remote.attached import (
+    AttachedEngine,
+    ServerFacts,
+    ServerWatch,
+    UnfitServerError,
+)
+from baton.engine.remote.cached_prefixes import ApproximatePrefixes, CachedPrefixes
+from baton.engine.remote.http import HttpOrigin
+from baton.engine.vllm import protocol
+from baton.engine.vllm.control import VllmControl, log
+from baton.engine.vllm.engine import VllmEngine
+from baton.engine.vllm.facts import VllmFacts
+from baton.engine.vllm.hand_off_nixl import NixlHandOff
+from baton.model.artifact import ModelArtifact
+from baton.types.errors import BatonError, InvalidRequestError, UnavailableError
+from baton.types.geometry import BLOCK_TOKENS
+
+_ANSWER_S = 5.0
+_CHECK_S = 30.0  # for one token, the queue of a busy server included
+_CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_STARTED = re.compile(r"^process_start_time_seconds (\S+)", re.MULTILINE)
+_CHECKED_TOKENS = 4
+_OF_A_CLIENT = (400, 408, 413, 422)
+_LORA = "/v1/load_lora_adapter"
+
+
+class _Card(msgspec.Struct, frozen=True):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: tuple[_Card, ...]
+
+
+async def read_facts(origin: HttpOrigin) -> ServerFacts:
+    """Return the present properties of a vLLM.
+
+    Raises:
+        UnavailableError: It does not respond.
+        UnfitServerError: It does not report what Baton needs.
+    """
+    try:
+        version = msgspec.json.decode(await origin.fetch("GET", "/version", _ANSWER_S))["version"]
+        raw = await origin.fetch("GET", "/v1/models", _ANSWER_S)
+        models = msgspec.json.decode(raw, type=_Models)
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise UnfitServerError(f"{origin.name} is no vLLM server: {error}") from None
+    served = [card for card in models.data if card.parent is None]
+    if not served:
+        raise UnfitServerError(f"{origin.name} serves no model")
+    page = (await origin.fetch("GET", "/metrics", _ANSWER_S)).decode(errors="replace")
+    caches = [dict(_LABEL.findall(labels)) for labels in _CACHE.findall(page)]
+    if not caches:
+        raise UnfitServerError(
+            f"{origin.name} has no vllm:cache_config_info at /metrics: remove --disable-log-stats "
+            "from its `vllm serve`"
+        )
+    started = _STARTED.search(page)
+    return ServerFacts(
+        engine=f"vllm/{version}",
+        model=served[0].id,
+        root=served[0].root or served[0].id,
+        max_context_tokens=served[0].max_model_len or 0,
+        block_tokens=_number(origin, caches[0], "block_size"),
+        blocks=sum(_number(origin, cache, "num_gpu_blocks") for cache in caches)
+        * (caches[0].get("enable_prefix_caching") != "False"),
+        started=started[1] if started is not None else "",
+    )
+
+
+def _number(origin: HttpOrigin, labels: dict[str, str], name: str) -> int:
+    value = labels.get(name, "")
+    if not value.isdecimal():
+        raise UnfitServerError(
+            f"{origin.name} reports {name}={value!r} at /metrics: Baton needs vLLM 0.32 or later"
+        )
+    return int(value)
+
+
+async def examine(origin: HttpOrigin, adapters: bool) -> ServerFacts:
+    """Return the properties of a vLLM that has all that Baton needs, and that computes a token.
+
+    Args:
+        origin: The server.
+        adapters: Whether it must serve LoRA adapters.
+
+    Raises:
+        UnavailableError: It does not respond, or is not healthy.
+        UnfitServerError: It lacks something; the message names the argument of ``vllm serve``.
+    """
+    await origin.fetch("GET", "/health", _ANSWER_S)
+    facts = await read_facts(origin)
+    if facts.block_tokens % BLOCK_TOKENS:
+        raise UnfitServerError(
+            f"{origin.name} has blocks of {facts.block_tokens} tokens: add `--block-size` with a "
+            f"multiple of {BLOCK_TOKENS} to its `vllm serve`"
+        )
+    if not await _serves(origin, protocol.GENERATE):
+        raise UnfitServerError(
+            f"{origin.name} ({facts.engine}) serves no {protocol.GENERATE}: add "
+            "`--enable-scale-out` to its `vllm serve`, which vLLM has since 0.32"
+        )
+    if adapters and not await _serves(origin, _LORA):
+        raise UnfitServerError(
+            f"{origin.name} loads no LoRA adapters: start its `vllm serve` with `--enable-lora` "
+            "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set `adapters: {max_loaded: 0}`"
+        )
+    await _check_token(origin, facts)
+    return facts
+
+
+async def _serves(origin: HttpOrigin, target: str) -> bool:
+    """Return whether a server has a path for POST; it refuses a GET of such a path."""
+    status, _, _ = await origin.ask("GET", target, _ANSWER_S)
+    if status in (401, 403):
+        raise UnfitServerError(
+            f"{origin.name} refuses {target} with status {status}: set the `key` of this server to "
+            "the value of its `--api-key`"
+        )
+    return status != 404
+
+
+async def _check_token(origin: HttpOrigin, facts: ServerFacts) -> None:
+    """Let the server compute a token, and check that it reports cached tokens."""
+    body = {
+        "token_ids": list(range(_CHECKED_TOKENS)),
+        "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
+        "cache_salt": os.urandom(16).hex(),
+        "model": facts.model,
+    }
+    raw = await origin.fetch("POST", protocol.GENERATE, _CHECK_S, msgspec.json.encode(body))
+    chunk = protocol.read_chunk(raw)
+    protocol.first_token(chunk, None)
+    if chunk.cached_tokens is None:
+        raise UnfitServerError(
+            f"{origin.name} reports no cached tokens: add `--enable-prompt-tokens-details` to its "
+            "`vllm serve`"
+        )
+
+
+def numerics_of(facts: ServerFacts, artifact: ModelArtifact) -> VllmFacts:
+    """Return the properties with which workers describe an attached vLLM."""
+    blocks = facts.blocks or -(-facts.max_context_tokens // facts.block_tokens)
+    return VllmFacts(
+        version=facts.engine.partition("/")[2],
+        block_tokens=facts.block_tokens,
+        blocks=blocks,
+        max_context_tokens=facts.max_context_tokens,
+        dtype="bf16",
+        kv_dtype="bf16",
+        attention="attached",
+        width=1,
+        step_tokens=0,
+        model=facts.model,
+    )
+
+
+class AttachedVllm(AttachedEngine, VllmEngine):
+    """Live requests of one attached vLLM."""
+
+    def __init__(
+        self,
+        send: Callable[..., None],
+        origin: HttpOrigin,
+        facts: ServerFacts,
+        artifact: ModelArtifact,
+        endpoints: Sequence[tuple[str, str]] = (),
+        max_adapters: int = 0,
+    ) -> None:
+        self._watch = ServerWatch(origin, partial(read_facts, origin), facts)
+        own = numerics_of(facts, artifact)
+        prefixes = _prefixes(facts, own, endpoints, send)
+        super().__init__(
+            send,
+            origin,
+            _AttachedControl(origin, self._watch),
+            prefixes,
+            own,
+            artifact.config,
+            NixlHandOff(facts.block_tokens),
+            max_adapters,
+        )
+
+    def _suspect(self) -> None:
+        self._watch.suspect()
+
+    def _error(self, body: bytes, status: int) -> BatonError:
+        """Return the error of the request, or of the server: a client has no part in its paths."""
+        error = super()._error(body, status)
+        if isinstance(error, InvalidRequestError) and status not in _OF_A_CLIENT:
+            return UnavailableError(error.message)
+        return error
+
+
+class _AttachedControl(VllmControl):
+    def __init__(self, origin: HttpOrigin, watch: ServerWatch) -> None:
+        super().__init__(origin)
+        self._watching = watch
+
+    async def watch(self, alive: Callable[[], None], dead: Callable[[str], None]) -> None:
+        await self._watching.watch(alive, dead)
+
+
+def _prefixes(
+    facts: ServerFacts,
+    own: VllmFacts,
+    endpoints: Sequence[tuple[str, str]],
+    send: Callable[..., None],
+) -> CachedPrefixes:
+    """Return what the server has cached: by its KV events, or by the own requests."""
+    if not endpoints:
+        blocks = own.pool_blocks if facts.blocks else 0
+        return ApproximatePrefixes(blocks, facts.block_tokens, send)
+    from baton.engine.vllm.events_client import EventPrefixes, KvEventsClient
+
+    clients = [KvEventsClient(stream, replay, log) for stream, replay in endpoints]
+    return EventPrefixes(clients, facts.block_tokens, send)
