@@ -33,6 +33,7 @@ _OF_A_MODEL = (
     "model_names",
     "emulated",
     "external",
+    "attached",
     "chat_template",
     "max_context_tokens",
     "adapters",
@@ -54,6 +55,7 @@ class RouterSettings:
     Attributes:
         emulated: Timing model of emulated workers; empty for real ones. Other workers are rejected.
         external: Name of the program that runs the model at workers; empty for Baton's engine.
+        attached: Whether somebody else starts that program; then its weights may be elsewhere.
         fleet: Name of the fleet; of a lane ``FLEET.LANE``.
         model_names: Served name, then its aliases.
         other_models: Names of the fleet's other models, which no adapter may have.
@@ -84,6 +86,7 @@ class RouterSettings:
     model_names: tuple[str, ...]
     emulated: str = ""
     external: str = ""
+    attached: bool = False
     chat_template: str | None = None
     other_models: tuple[str, ...] = ()
     golden: tuple[GoldenPrompt, ...] = field(default=(), repr=False)
@@ -151,6 +154,7 @@ class RouterSettings:
             model_names=config.model_names,
             emulated=config.pools.engine.emulated or "",
             external=config.pools.engine.external or "",
+            attached=config.pools.is_attached,
             chat_template=config.chat_template,
             max_context_tokens=config.max_context_tokens,
             host=config.host,

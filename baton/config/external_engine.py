@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from baton.config.attached import AttachedServers
 from baton.config.network import AbsoluteFile
 from baton.config.section import Section
 
@@ -50,13 +51,28 @@ class VllmConfig(Section):
             Baton's own transports, for vLLM 0.32 without pipeline parallelism. Without it there are
             no prefill workers.
         batch_invariant: Turn vLLM's batch-invariant mode on, which ``numerics: exact`` needs.
+        servers: Servers that somebody else starts, instead of ``python``. See
+            ``docs/guide/attached.md``.
     """
 
-    python: AbsoluteFile
+    python: AbsoluteFile | None = None
     args: Annotated[tuple[str, ...], Field(max_length=200)] = ()
     gpus: Annotated[int, Field(ge=0, le=64)] = 0
     hand_off: Literal["nixl", "baton"] | None = None
     batch_invariant: bool = False
+    servers: AttachedServers | None = None
+
+    @model_validator(mode="after")
+    def _starts_or_attaches(self) -> Self:
+        if (self.servers is None) == (self.python is None):
+            raise ValueError(
+                "needs `python: FILE`, with which vLLM is started, or `servers: …`, which are "
+                "running: one of them"
+            )
+        own = self.model_fields_set & {"args", "gpus", "hand_off", "batch_invariant"}
+        if self.servers is not None and own:
+            raise ValueError(f"{min(own)}: not for `servers`, which somebody else has started")
+        return self
 
     @field_validator("args", mode="before")
     @classmethod
@@ -77,7 +93,9 @@ class VllmConfig(Section):
     @property
     def serves_adapters(self) -> bool:
         """True if the workers serve LoRA adapters."""
-        return any(word.replace("_", "-") == "--enable-lora" for word in self.args)
+        return self.servers is not None or any(
+            word.replace("_", "-") == "--enable-lora" for word in self.args
+        )
 
     @model_validator(mode="after")
     def _copies_of_whole_layers(self) -> Self:

@@ -235,6 +235,15 @@ class FleetConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _all_or_no_servers_are_attached(self) -> Self:
+        if len({lane.pools.is_attached for lane in self.lanes}) > 1:
+            raise ValueError(
+                "models: either all models have `pools: {vllm: {servers: …}}`, or none: start a "
+                "fleet for each kind"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _bounds_need_limits(self) -> Self:
         if self.pools.bounds is not None and self.slo is None:
             raise ValueError("pools.auto needs `slo: {ttft_s, itl_s}`, for which it chooses sizes")
@@ -289,6 +298,11 @@ class FleetConfig(Section):
     def to_json(self) -> str:
         """Return the non-default settings for another process, without the router's secrets."""
         return self.model_dump_json(exclude_defaults=True, exclude={"api_keys"})
+
+    @property
+    def is_attached(self) -> bool:
+        """True if somebody else starts the servers of all models."""
+        return all(lane.pools.is_attached for lane in self.lanes)
 
     @property
     def tls_files(self) -> TlsFiles | None:

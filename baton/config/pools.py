@@ -5,6 +5,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
+from baton.config.attached import AttachedServers
 from baton.config.external_engine import ExternalKind, VllmConfig
 from baton.config.network import AbsoluteFile, FleetTlsConfig
 from baton.config.section import Section
@@ -172,6 +173,23 @@ class PoolsConfig(Section):
         }
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _sizes_of_attached_servers(cls, value: object) -> object:
+        """Let a fleet of attached servers have no sizes of its own."""
+        vllm = value.get("vllm") if isinstance(value, dict) else None
+        has_servers = isinstance(vllm, dict) and vllm.get("servers") is not None
+        return {"prefill": 0, "decode": 1, **value} if has_servers else value  # type: ignore[dict-item]
+
+    @model_validator(mode="after")
+    def _attached_servers_have_roles(self) -> Self:
+        if self.is_attached and (self.start_sizes != {"prefill": 0, "decode": 1} or self.auto):
+            raise ValueError(
+                "prefill, decode and auto are not for attached servers, each of which has a role: "
+                "remove them"
+            )
+        return self
+
     @field_validator("ports")
     @classmethod
     def _check_port_range(cls, value: str | None) -> str | None:
@@ -205,7 +223,9 @@ class PoolsConfig(Section):
     def _external_engines_lack_features(self) -> Self:
         kind = self.engine.external
         if (kind == "vllm") != (self.vllm is not None):
-            raise ValueError("`engine: vllm` and `vllm: {python: FILE}` need each other")
+            raise ValueError(
+                "`engine: vllm` and `vllm: {python: FILE}` or `vllm: {servers: …}` need each other"
+            )
         if kind is None:
             return self
         hand_off = self.vllm.hand_off if self.vllm is not None else None
@@ -242,6 +262,16 @@ class PoolsConfig(Section):
         """Return the number of ranks of one replica of a pool."""
         ranks = self.tensor_parallel
         return ranks.prefill if role == "prefill" else ranks.decode
+
+    @property
+    def servers(self) -> AttachedServers | None:
+        """Servers that are attached; None if this fleet starts its workers."""
+        return self.vllm.servers if self.vllm is not None else None
+
+    @property
+    def is_attached(self) -> bool:
+        """True if somebody else starts the servers."""
+        return self.servers is not None
 
     @property
     def gpus(self) -> int:

@@ -27,6 +27,8 @@ from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.telemetry.progress import Progress
 from fleet.lease_keeper import LeaseKeeper
 from fleet.local import state as fleet_state
+from fleet.local.attached_pools import LOG as ATTACHED_LOG
+from fleet.local.attached_pools import AttachedPools
 from fleet.local.audited import audit_here
 from fleet.local.changes import Changes, changes, keys_digest
 from fleet.local.checks.machine_fit import missing_files, missing_resources
@@ -115,7 +117,7 @@ class Supervisor:
         self._handoffs: HandoffWatch | None = None
         self._lease: LeaseKeeper | None = None  # of the fleet's name on a shared Redis
         self._routers: RouterProcesses | None = None
-        self._pools: LocalPools | ClusterPools | None = None
+        self._pools: LocalPools | ClusterPools | AttachedPools | None = None
         self._output: OwnOutput | None = None
         self._run_folder = Path()
         self._served = False  # the start is over, and in the audit log
@@ -169,7 +171,7 @@ class Supervisor:
         self._logs = fleet_state.log_folder(self._config, self._name)
         self._token = fleet_token(self._name, self._config)
         missing = missing_files(self._config)
-        if self._address is None:
+        if self._address is None and not self._config.is_attached:
             missing += missing_resources(self._config)
         if missing:
             raise FleetError("; ".join(missing))
@@ -186,6 +188,8 @@ class Supervisor:
         sums = fleet_state.state_folder(self._name) / "transfers.json"
         sums.unlink(missing_ok=True)  # an earlier fleet's sums; a restarted router resumes its own
         self._progress.awaited = "Ray and the controller"
+        if self._config.is_attached:
+            self._progress.awaited = "the attached servers"
         if self._address is None:  # a private Ray leaves the CPUs idle for half of its start
             self._start_routers(self._routers)
         self._start_workers()
@@ -280,6 +284,10 @@ class Supervisor:
         self._say(f"redis is up: {server_program()}")
 
     def _start_workers(self) -> None:
+        if self._config.is_attached:
+            self._pools = AttachedPools(self._config, self._logs)
+            self._pools.start(self._spec(self._config))
+            return
         self._say(
             "starting Ray" if self._address is None else f"connecting to Ray at {self._address}"
         )
@@ -366,6 +374,8 @@ class Supervisor:
 
     def _show_start(self, first: dict[str, int]) -> None:
         slots = self._show_slots()
+        if isinstance(self._pools, AttachedPools) and (problem := self._pools.refusal):
+            raise FleetError(f"{problem}; see {self._logs / ATTACHED_LOG}.log")
         self._progress.awaited = _late_workers(slots) or (
             "the router" if slots else "the controller"
         )

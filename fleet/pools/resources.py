@@ -222,7 +222,7 @@ def _external(config: FleetConfig) -> ExternalEngine | None:
         limits = ("--max-cpu-loras", f"{config.adapters.max_loaded}", "--max-lora-rank", f"{rank}")
     return ExternalEngine(
         kind="vllm",
-        python=vllm.python,
+        python=vllm.python or "",
         args=(*limits, *vllm.args),
         adapters=adapters,
         hand_off=vllm.hand_off or "",

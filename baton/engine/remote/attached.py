@@ -34,6 +34,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
         model: Name of the model in requests; ``root`` is the path or id that it was loaded from.
         block_tokens: Tokens of one block of its cache.
         blocks: Number of these blocks; 0: it caches no prefixes.
+        ranks: Data-parallel ranks, each with a cache of its own.
         started: Time at which its process has begun; another one is another life of the server.
     """
 
@@ -43,6 +44,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int
     block_tokens: int
     blocks: int
+    ranks: int = 1
     started: str = ""
 
 

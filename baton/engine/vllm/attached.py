@@ -3,6 +3,7 @@
 Nothing here changes the server, but for LoRA adapters, and its cache when a tenant is deleted.
 """
 
+import asyncio
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ _CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _STARTED = re.compile(r"^process_start_time_seconds (\S+)", re.MULTILINE)
 _CHECKED_TOKENS = 4
+_EVENTS_PORT = 5557  # of rank 0, if `--kv-events-config` has no other
+_GREETING_S = 0.5
 _OF_A_CLIENT = (400, 408, 413, 422)
 _LORA = "/v1/load_lora_adapter"
 
@@ -80,6 +83,7 @@ async def read_facts(origin: HttpOrigin) -> ServerFacts:
         block_tokens=_number(origin, caches[0], "block_size"),
         blocks=sum(_number(origin, cache, "num_gpu_blocks") for cache in caches)
         * (caches[0].get("enable_prefix_caching") != "False"),
+        ranks=len(caches),
         started=started[1] if started is not None else "",
     )
 
@@ -154,7 +158,30 @@ async def _check_token(origin: HttpOrigin, facts: ServerFacts) -> None:
         )
 
 
-def numerics_of(facts: ServerFacts, artifact: ModelArtifact) -> VllmFacts:
+async def default_events(host: str, facts: ServerFacts) -> tuple[tuple[str, str], ...]:
+    """Return the endpoints of KV events at vLLM's default ports, if all ranks have theirs."""
+    shown = f"[{host}]" if ":" in host else host
+    ports = range(_EVENTS_PORT, _EVENTS_PORT + facts.ranks)
+    if not all(await asyncio.gather(*(_publishes(host, port) for port in ports))):
+        return ()
+    return tuple((f"tcp://{shown}:{port}", "") for port in ports)
+
+
+async def _publishes(host: str, port: int) -> bool:
+    """Return whether a port has ZeroMQ's greeting."""
+    try:
+        async with asyncio.timeout(_GREETING_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                greeting = await reader.readexactly(10)
+            finally:
+                writer.close()
+    except (OSError, asyncio.IncompleteReadError):
+        return False
+    return greeting[0] == 0xFF and greeting[-1] == 0x7F
+
+
+def numerics_of(facts: ServerFacts) -> VllmFacts:
     """Return the properties with which workers describe an attached vLLM."""
     blocks = facts.blocks or -(-facts.max_context_tokens // facts.block_tokens)
     return VllmFacts(
@@ -184,7 +211,7 @@ class AttachedVllm(AttachedEngine, VllmEngine):
         max_adapters: int = 0,
     ) -> None:
         self._watch = ServerWatch(origin, partial(read_facts, origin), facts)
-        own = numerics_of(facts, artifact)
+        own = numerics_of(facts)
         prefixes = _prefixes(facts, own, endpoints, send)
         super().__init__(
             send,

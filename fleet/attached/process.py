@@ -1,0 +1,230 @@
+"""The process of all attached servers: ``python -m fleet.attached.process``, settings on its input.
+
+It prints a line of JSON whenever the phase of a server changes (`ServerSlot`), and ends after a
+signal, once other workers have resumed the requests of its servers.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from baton.config.fleet_file import FleetConfig
+from baton.engine.parent import die_with_parent
+from baton.model.artifact import ModelArtifact, resolve_model
+from baton.registry.types import worker_name
+from baton.telemetry.logs import set_up_logs
+from baton.telemetry.tasks import BackgroundTasks
+from baton.types.lanes import worker_prefix
+from baton.wire.process_end import exit_process
+from fleet.attached.attachment import Attachment, with_label
+from fleet.attached.sources import ServerEntry, ServerSource, source_of
+from fleet.pools.resources import worker_settings
+from fleet.worker.settings import WorkerSettings
+
+_LOG = logging.getLogger(__name__)
+
+POLL_S = 2.0
+_LIVES = 1000  # of a worker's life in one process, as epochs only grow
+
+
+class AttachedSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the process.
+
+    Attributes:
+        config_json: The fleet's configuration.
+        number: Number of this process, of all those of the fleet.
+    """
+
+    config_json: str
+    redis_url: str
+    fleet_token: str
+    fleet_token_file: str
+    host: str
+    log_dir: str
+    number: int
+
+
+class ServerSlot(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a server, as the supervisor shows it."""
+
+    worker_id: str
+    phase: str
+    epoch: int
+    reason: str
+    node: str
+
+
+class LaneServers:
+    """Servers of one model: they follow their source.
+
+    Args:
+        config: Configuration of the lane.
+        artifact: Its model.
+        source: Source of its servers.
+        settings: Settings of the process.
+        tasks: Tasks of the process.
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        artifact: ModelArtifact,
+        source: ServerSource,
+        settings: AttachedSettings,
+        tasks: BackgroundTasks,
+    ) -> None:
+        self._config = config
+        self._artifact = artifact
+        self._source = source
+        self._settings = settings
+        self._tasks = tasks
+        self._numbers: dict[str, int] = {}  # by the server's name; kept when it leaves
+        self._attachments: dict[str, Attachment] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self.problem = ""
+
+    def slots(self) -> list[ServerSlot]:
+        """Return the state of all servers."""
+        return [
+            ServerSlot(
+                worker_id=self._worker_id(name),
+                phase=one.phase,
+                epoch=one.epoch,
+                reason=one.reason,
+                node=one.entry.label,
+            )
+            for name, one in self._attachments.items()
+        ]
+
+    async def follow(self) -> None:
+        """Read the source for ever, and attach and drain servers as it changes."""
+        while True:
+            try:
+                entries = await self._source.read()
+                self.problem = ""
+            except (OSError, ValueError) as error:
+                if f"{error}" != self.problem:
+                    self.problem = f"{error}"
+                    _LOG.error("cannot read the list of servers; it stays: %s", error)
+            else:
+                self._apply(entries)
+            await asyncio.sleep(POLL_S)
+
+    async def leave(self, *, at_once: bool) -> None:
+        """Drain all servers, and wait until their workers have ended."""
+        for one in self._attachments.values():
+            one.leave(at_once=at_once)
+        if self._running:
+            await asyncio.wait(self._running)
+
+    def _apply(self, entries: Sequence[ServerEntry]) -> None:
+        hosts = Counter(entry.host for entry in entries)
+        wanted = {entry.name: entry for entry in entries if not entry.drain}
+        for name, one in list(self._attachments.items()):
+            if one.phase == "left":
+                del self._attachments[name]
+                self._report()
+            elif one.entry != wanted.get(name):
+                one.leave()
+        for name, entry in wanted.items():
+            if name not in self._attachments:
+                self._attach(name, entry, alone=hosts[entry.host] == 1)
+
+    def _attach(self, name: str, entry: ServerEntry, *, alone: bool) -> None:
+        self._numbers.setdefault(name, len(self._numbers))
+        adapters = self._config.adapters
+        wants_adapters = bool(adapters.load or adapters.folder)
+        one = Attachment(
+            entry,
+            self._artifact,
+            partial(self._worker, name, entry),
+            adapters.max_loaded * wants_adapters,
+            alone,
+            self._report,
+        )
+        self._attachments[name] = one
+        running = self._tasks.spawn(one.run(), "attachment")
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+
+    def _worker_id(self, name: str) -> str:
+        return worker_name(self._numbers[name], worker_prefix(self._config.fleet))
+
+    def _worker(self, name: str, entry: ServerEntry, life: int) -> WorkerSettings:
+        """Return the settings of a worker's life."""
+        settings = worker_settings(
+            self._config,
+            worker_id=self._worker_id(name),
+            role=entry.role,
+            epoch=self._settings.number * _LIVES + life,
+            redis_url=self._settings.redis_url,
+            fleet_token=self._settings.fleet_token,
+            fleet_token_file=self._settings.fleet_token_file,
+            host=self._settings.host,
+            log_dir=self._settings.log_dir,
+        )
+        return with_label(msgspec.convert(settings, WorkerSettings), entry.label)
+
+    def _report(self) -> None:
+        """Print the state of all servers of this lane."""
+        line = msgspec.json.encode({self._config.fleet: self.slots()})
+        sys.stdout.write(line.decode() + "\n")
+        sys.stdout.flush()
+
+
+async def serve(settings: AttachedSettings) -> int:
+    """Attach the servers of all lanes until a signal; a second one does not wait for requests."""
+    stopping = asyncio.Event()
+    hurried = asyncio.Event()
+
+    def stop() -> None:
+        (hurried if stopping.is_set() else stopping).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    tasks = BackgroundTasks("attached servers")
+    config = FleetConfig.model_validate_json(settings.config_json)
+    lanes = [await _lane(one, settings, tasks) for one in config.lanes]
+    following = [tasks.keep(one.follow, "servers") for one in lanes]
+    await stopping.wait()
+    for task in following:
+        task.cancel()
+    leaving = [tasks.spawn(one.leave(at_once=False), "leave") for one in lanes]
+    hurrying = asyncio.ensure_future(hurried.wait())
+    await asyncio.wait((*leaving, hurrying), return_when=asyncio.FIRST_COMPLETED)
+    for one in lanes:
+        await one.leave(at_once=hurried.is_set())
+    hurrying.cancel()
+    await tasks.close()
+    return 0
+
+
+async def _lane(
+    config: FleetConfig, settings: AttachedSettings, tasks: BackgroundTasks
+) -> LaneServers:
+    servers = config.pools.servers
+    if servers is None:
+        raise ValueError(f"{config.fleet}: pools.vllm has no `servers`")
+    find = partial(resolve_model, config.model, allow_unsupported=True, with_weights=False)
+    artifact = await asyncio.get_running_loop().run_in_executor(None, find)
+    return LaneServers(config, artifact, source_of(servers), settings, tasks)
+
+
+def main() -> None:
+    """Run this module with settings, secrets included, as JSON on standard input."""
+    die_with_parent()
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=AttachedSettings)
+    config = FleetConfig.model_validate_json(settings.config_json)
+    set_up_logs(config.logs.format, fields={"fleet": config.fleet})
+    exit_process(asyncio.run(serve(settings)))
+
+
+if __name__ == "__main__":
+    main()

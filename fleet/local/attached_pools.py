@@ -1,0 +1,151 @@
+"""Workers of attached servers: one process, which is started again if it ends."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton.config.fleet_file import FleetConfig
+from fleet.attached.process import AttachedSettings
+from fleet.local.subprocesses import die_with_parent
+from fleet.pools.resources import ControllerSpec, exit_reason
+from fleet.private_logs import open_log
+
+LOG = "attached"
+_STOP_LIMIT_S = 3.0
+_PAUSE_S = 2.0  # between two starts
+
+
+class AttachedPools:
+    """The process of all attached servers. All calls come from the main thread."""
+
+    def __init__(self, config: FleetConfig, logs: Path) -> None:
+        self._config = config
+        self._logs = logs
+        self._settings: AttachedSettings | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0
+        self._slots: dict[str, list[dict[str, Any]]] = {}  # by lane; replaced as a whole
+        self._news: list[str] = []
+        self.address = "127.0.0.1"
+
+    @property
+    def adopted(self) -> bool:
+        """Whether each server was looked at, so that one that is down does not delay the start."""
+        known = self.slots()
+        return bool(known) and all(slot["phase"] != "starting" for slot in known)
+
+    @adopted.setter
+    def adopted(self, value: bool) -> None:
+        """Do nothing: nothing outlives this process."""
+
+    @property
+    def refusal(self) -> str:
+        """What all servers lack; empty if one of them can be used, or may be later."""
+        known = self.slots()
+        unfit = [slot["reason"] for slot in known if slot["phase"] == "unfit"]
+        return "; ".join(unfit) if unfit and len(unfit) == len(known) else ""
+
+    def start(self, spec: ControllerSpec) -> None:
+        """Start the process."""
+        number = 0 if self._settings is None else self._settings.number + 1
+        self._settings = AttachedSettings(
+            config_json=spec.config_json,
+            redis_url=spec.redis_url,
+            fleet_token=spec.fleet_token,
+            fleet_token_file=spec.fleet_token_file,
+            host=self.address,
+            log_dir=spec.log_dir,
+            number=number,
+        )
+        with open_log(self._logs / f"{LOG}.log") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "fleet.attached.process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in a terminal must reach only the supervisor
+                env={**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"},
+                preexec_fn=die_with_parent(),
+            )
+        self._process = process
+        self._started_s = time.monotonic()
+        if process.stdin is not None:
+            process.stdin.write(msgspec.json.encode(self._settings))
+            process.stdin.close()
+        threading.Thread(target=self._read, args=(process,), daemon=True, name="attached").start()
+
+    def change(self, config: FleetConfig, spec: ControllerSpec) -> None:
+        """Apply another configuration, by another process; the old one drains its servers first."""
+        self._config = config
+        self._end()
+        self._slots = {}
+        self.start(spec)
+
+    def retire(self) -> None:
+        """Do nothing: the process of the new configuration has no other models."""
+
+    def slots(self) -> list[dict[str, Any]]:
+        """Return worker_id, phase, epoch, reason and node of each server that is known."""
+        return [slot for lane in list(self._slots.values()) for slot in lane]
+
+    def problem(self) -> str:
+        """Return "": a process that has ended is started again."""
+        return ""
+
+    def news(self) -> list[str]:
+        """Return the messages since the last call."""
+        lines = self._news
+        self._news = []
+        return lines
+
+    def answers(self) -> bool:
+        """Return True; start the process again if it has ended."""
+        process = self._process
+        if process is None or process.poll() is None or self._settings is None:
+            return True
+        if time.monotonic() - self._started_s >= _PAUSE_S:
+            ended = exit_reason(process.returncode)
+            self._news.append(f"the process of attached servers has ended ({ended}): restarting")
+            settings = self._settings
+            self.start(
+                ControllerSpec(
+                    config_json=settings.config_json,
+                    redis_url=settings.redis_url,
+                    fleet_token=settings.fleet_token,
+                    fleet_token_file=settings.fleet_token_file,
+                    host="",
+                    log_dir=settings.log_dir,
+                )
+            )
+        return True
+
+    def stop(self, *, leave: bool) -> None:
+        """End the process; ``leave`` is ignored, as it cannot outlive this one."""
+        self._end()
+
+    def _end(self) -> None:
+        process = self._process
+        self._process = None
+        if process is None or process.poll() is not None:
+            return
+        process.terminate()
+        try:
+            process.wait(_STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _read(self, process: "subprocess.Popen[bytes]") -> None:
+        """Read the lines of the process until it ends."""
+        if process.stdout is None:
+            return
+        for line in process.stdout:
+            if self._process is process:
+                self._slots = {**self._slots, **msgspec.json.decode(line)}
+        process.stdout.close()
