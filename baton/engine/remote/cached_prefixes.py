@@ -110,6 +110,11 @@ class ApproximatePrefixes(CachedPrefixes):
         if removed:
             self._on_change(CacheChanged((), removed))
 
+    def disable(self) -> None:
+        """Forget all blocks, and remember none from now on."""
+        self._most = 0
+        self.clear()
+
     def close(self) -> None:
         """Do nothing."""
 

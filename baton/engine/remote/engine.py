@@ -268,6 +268,10 @@ class RemoteEngine:
         if not reader.finished:
             self._on_lost(request, _cut(self._origin.name))
             return
+        self._complete(request, choice, reader)
+
+    def _complete(self, request: LiveRequest, choice: int, reader: ResponseReader) -> None:
+        """End a choice that has its finish reason."""
         if reader.cached_tokens is not None and request.computes:
             request.cached_tokens = reader.cached_tokens
         self._end_choice(request, choice)
