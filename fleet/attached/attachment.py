@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -40,6 +40,7 @@ class Attachment:
 
     Args:
         entry: The server.
+        names: Names of the model, the first one for messages.
         artifact: The model, without its weights.
         settings: Returns the settings of the worker's life with a number.
         max_adapters: LoRA adapters that the server loads at most; 0: none.
@@ -55,6 +56,7 @@ class Attachment:
     def __init__(
         self,
         entry: ServerEntry,
+        names: Sequence[str],
         artifact: ModelArtifact,
         settings: Callable[[int], WorkerSettings],
         max_adapters: int,
@@ -65,6 +67,7 @@ class Attachment:
         self.phase = "starting"
         self.reason = ""
         self.epoch = 0
+        self._names = names
         self._artifact = artifact
         self._settings = settings
         self._max_adapters = max_adapters
@@ -84,7 +87,9 @@ class Attachment:
         """Keep a worker for the server while it is healthy, until it leaves."""
         while not self._leaving.is_set():
             try:
-                facts = await self._unless_leaving(examine(self._origin, self._max_adapters > 0))
+                facts = await self._unless_leaving(
+                    examine(self._origin, self._names, self._max_adapters > 0)
+                )
                 if facts is not None:
                     await self._serve(facts)
             except UnfitServerError as error:
@@ -118,7 +123,13 @@ class Attachment:
         )
         link = InnerLink(_ready(facts, self._artifact))
         engine = AttachedVllm(
-            link.report, self._origin, facts, self._artifact, events, self._max_adapters
+            link.report,
+            self._origin,
+            facts,
+            self._names,
+            self._artifact,
+            events,
+            self._max_adapters,
         )
         link.handle = engine.handle
         link.close = engine.close

@@ -6,6 +6,7 @@ signal, once other workers have resumed the requests of its servers.
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections import Counter
@@ -30,6 +31,7 @@ from fleet.worker.settings import WorkerSettings
 _LOG = logging.getLogger(__name__)
 
 POLL_S = 2.0
+_LINE_BYTES = 16 << 20
 _LIVES = 1000  # of a worker's life in one process, as epochs only grow
 
 
@@ -89,6 +91,11 @@ class LaneServers:
         self._running: set[asyncio.Task[None]] = set()
         self.problem = ""
 
+    def change(self, config: FleetConfig, source: ServerSource) -> None:
+        """Follow another source. Other settings hold for workers that begin from now on."""
+        self._config = config
+        self._source = source
+
     def slots(self) -> list[ServerSlot]:
         """Return the state of all servers."""
         return [
@@ -142,6 +149,7 @@ class LaneServers:
         wants_adapters = bool(adapters.load or adapters.folder)
         one = Attachment(
             entry,
+            (*self._config.model_names, self._config.model.partition("@")[0].removeprefix("hub:")),
             self._artifact,
             partial(self._worker, name, entry),
             adapters.max_loaded * wants_adapters,
@@ -193,6 +201,7 @@ async def serve(settings: AttachedSettings) -> int:
     config = FleetConfig.model_validate_json(settings.config_json)
     lanes = [await _lane(one, settings, tasks) for one in config.lanes]
     following = [tasks.keep(one.follow, "servers") for one in lanes]
+    following.append(tasks.keep(partial(_follow_file, lanes), "configuration"))
     await stopping.wait()
     for task in following:
         task.cancel()
@@ -206,6 +215,18 @@ async def serve(settings: AttachedSettings) -> int:
     return 0
 
 
+async def _follow_file(lanes: Sequence[LaneServers]) -> None:
+    """Apply each configuration that arrives as a line of the input."""
+    reader = asyncio.StreamReader(limit=_LINE_BYTES)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
+    while line := await reader.readline():
+        config = FleetConfig.model_validate_json(line)
+        for lane, one in zip(lanes, config.lanes, strict=True):
+            if one.pools.servers is not None:
+                lane.change(one, source_of(one.pools.servers))
+
+
 async def _lane(
     config: FleetConfig, settings: AttachedSettings, tasks: BackgroundTasks
 ) -> LaneServers:
@@ -217,10 +238,21 @@ async def _lane(
     return LaneServers(config, artifact, source_of(servers), settings, tasks)
 
 
+def _first_line() -> bytes:
+    """Read a line and no byte behind it."""
+    line = b""
+    while (byte := os.read(0, 1)) not in (b"", b"\n"):
+        line += byte
+    return line
+
+
 def main() -> None:
-    """Run this module with settings, secrets included, as JSON on standard input."""
+    """Run this module with settings, secrets included, as a line of JSON on standard input.
+
+    Further lines are changed configurations.
+    """
     die_with_parent()
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=AttachedSettings)
+    settings = msgspec.json.decode(_first_line(), type=AttachedSettings)
     config = FleetConfig.model_validate_json(settings.config_json)
     set_up_logs(config.logs.format, fields={"fleet": config.fleet})
     exit_process(asyncio.run(serve(settings)))

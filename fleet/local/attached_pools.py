@@ -1,5 +1,6 @@
 """Workers of attached servers: one process, which is started again if it ends."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import msgspec
 
 from baton.config.fleet_file import FleetConfig
 from fleet.attached.process import AttachedSettings
+from fleet.attached.sources import source_of
 from fleet.local.subprocesses import die_with_parent
 from fleet.pools.resources import ControllerSpec, exit_reason
 from fleet.private_logs import open_log
@@ -52,7 +54,14 @@ class AttachedPools:
         return "; ".join(unfit) if unfit and len(unfit) == len(known) else ""
 
     def start(self, spec: ControllerSpec) -> None:
-        """Start the process."""
+        """Start the process.
+
+        Raises:
+            OSError, ValueError: The list of servers cannot be read.
+        """
+        for lane in self._config.lanes:
+            if lane.pools.servers is not None:
+                source_of(lane.pools.servers)
         number = 0 if self._settings is None else self._settings.number + 1
         self._settings = AttachedSettings(
             config_json=spec.config_json,
@@ -76,13 +85,22 @@ class AttachedPools:
         self._process = process
         self._started_s = time.monotonic()
         if process.stdin is not None:
-            process.stdin.write(msgspec.json.encode(self._settings))
-            process.stdin.close()
+            process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
+            process.stdin.flush()
         threading.Thread(target=self._read, args=(process,), daemon=True, name="attached").start()
 
     def change(self, config: FleetConfig, spec: ControllerSpec) -> None:
-        """Apply another configuration, by another process; the old one drains its servers first."""
+        """Apply another configuration. With other models the process is replaced."""
+        same = [lane.model for lane in self._config.lanes] == [lane.model for lane in config.lanes]
         self._config = config
+        if self._settings is not None:
+            self._settings = msgspec.structs.replace(self._settings, config_json=spec.config_json)
+        process = self._process
+        if same and process is not None and process.stdin is not None and process.poll() is None:
+            with contextlib.suppress(BrokenPipeError):  # it is started again with this one
+                process.stdin.write(spec.config_json.encode() + b"\n")
+                process.stdin.flush()
+            return
         self._end()
         self._slots = {}
         self.start(spec)

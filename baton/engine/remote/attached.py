@@ -13,6 +13,7 @@ import msgspec
 from baton.engine.remote.engine import RemoteEngine
 from baton.engine.remote.http import HttpOrigin, RefusedError, StatusError
 from baton.engine.remote.live_request import LiveRequest
+from baton.types import events as ev
 from baton.types.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 
 _MOST_FAILURES = 3  # one after another, without a response between
@@ -124,6 +125,28 @@ class AttachedEngine(RemoteEngine):
         """Let the server be looked at."""
         raise NotImplementedError
 
+    def _checked(
+        self, request: LiveRequest, choice: int, reports: list[ev.Tokens]
+    ) -> list[ev.Tokens]:
+        """Return the tokens up to the number that the server was asked for."""
+        most = request.spec.params.max_tokens
+        checked: list[ev.Tokens] = []
+        for run in reports:
+            largest = max((sampled.token for sampled in run.tokens), default=0)
+            if not 0 <= largest < self._vocab_size:
+                raise InternalError(
+                    f"{self._origin.name} sent token {largest}, and the model has "
+                    f"{self._vocab_size} tokens: it serves another model"
+                )
+            room = most - run.index
+            is_too_long = not run.finish_reason and len(run.tokens) >= room
+            checked.append(_cut_at(run, room) if is_too_long else run)
+            if is_too_long:  # it should have ended here
+                request.sufficed.add(choice)
+                request.exchanges[choice].close()
+                break
+        return checked
+
     def _on_lost(self, request: LiveRequest, why: str) -> None:
         self._suspect()
         self._end_failed(request, UnavailableError(why))
@@ -147,3 +170,7 @@ class AttachedEngine(RemoteEngine):
         super()._break(why)
         for request in list(self._requests.values()):
             self._end_failed(request, UnavailableError(why))
+
+
+def _cut_at(run: ev.Tokens, tokens: int) -> ev.Tokens:
+    return msgspec.structs.replace(run, tokens=run.tokens[:tokens], finish_reason="length")

@@ -22,7 +22,7 @@ from baton.engine.remote.load import LoadMeter, SequenceProgress
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types import events as ev
 from baton.types.block_hashes import block_hashes
-from baton.types.errors import BatonError, CancelledError_, InternalError
+from baton.types.errors import BatonError, CancelledError_
 
 _SETTLE_S = 0.02
 
@@ -105,6 +105,16 @@ class RemoteEngine:
     async def _erase(self) -> bool:
         """Erase the server's whole cache; return whether it did."""
         raise NotImplementedError
+
+    def _checked(
+        self, request: LiveRequest, choice: int, reports: list[ev.Tokens]
+    ) -> list[ev.Tokens]:
+        """Return the tokens that the server may send.
+
+        Raises:
+            InternalError: They are of another model.
+        """
+        return reports
 
     def _on_lost(self, request: LiveRequest, why: str) -> None:
         """Handle a connection that failed, or a stream that broke off."""
@@ -244,6 +254,7 @@ class RemoteEngine:
         if exchange.status not in (0, 200):
             await self._on_failure(request, self._error(b"".join(errors), exchange.status))
             return False
+        complete = complete or choice in request.sufficed
         if not complete:
             self._on_lost(request, _cut(self._origin.name))
         return complete
@@ -265,7 +276,7 @@ class RemoteEngine:
             request, choice, body, lambda data: self._take(request, choice, reader, data)
         ):
             return
-        if not reader.finished:
+        if not reader.finished and choice not in request.sufficed:
             self._on_lost(request, _cut(self._origin.name))
             return
         self._complete(request, choice, reader)
@@ -281,11 +292,10 @@ class RemoteEngine:
             self._end(request, None)
 
     def _take(self, request: LiveRequest, choice: int, reader: ResponseReader, body: bytes) -> None:
-        if not self._wants(request, choice, request.run):
+        if not self._wants(request, choice, request.run) or choice in request.sufficed:
             return
         try:
-            reports = reader.feed(body)
-            self._check(request, choice, reports)
+            reports = self._checked(request, choice, reader.feed(body))
         except BatonError as error:
             request.failed = True
             self._tasks.spawn(self._on_failure(request, error), "fail")
@@ -304,23 +314,6 @@ class RemoteEngine:
             request.keep(tokens)
         if sent:
             self._on_progress(request, choice, sent)
-
-    def _check(self, request: LiveRequest, choice: int, reports: Sequence[ev.Tokens]) -> None:
-        """Check what a server sends: tokens of the model, and no more than it was asked for.
-
-        Raises:
-            InternalError: It sends others.
-        """
-        most = request.spec.params.max_tokens
-        for tokens in reports:
-            largest = max((sampled.token for sampled in tokens.tokens), default=0)
-            if not 0 <= largest < self._vocab_size:
-                raise InternalError(
-                    f"{self._origin.name} sent token {largest}, and the model has "
-                    f"{self._vocab_size} tokens: it serves another model"
-                )
-            if tokens.index + len(tokens.tokens) > most:
-                raise InternalError(f"{self._origin.name} sent more than {most} tokens")
 
     def _count(self, request: LiveRequest, choice: int, tokens: int) -> ev.StepDone | None:
         """Note the arrival of tokens; return the step that it ends, if any."""

@@ -58,6 +58,7 @@ class LiveRequest:
         published_part: Further pages that they may read in the first layers.
         hashes: Names of the prompt's whole blocks, without its last token.
         generated: Tokens of the current run, by choice.
+        sufficed: Choices that were ended here, as the server sent more tokens than were asked for.
         expected_tokens: Prompt tokens that were expected to be cached, without KV events.
         used_before: When the blocks of these tokens had been used.
     """
@@ -74,6 +75,7 @@ class LiveRequest:
         self.prompt = prompt
         self.hashes = hashes
         self.generated: dict[int, list[int]] = {}
+        self.sufficed: set[int] = set()
         self.expected_tokens = 0
         self.used_before: tuple[int, ...] = ()
         self.run = 0

@@ -18,7 +18,7 @@ from baton.engine.remote.attached import (
     UnfitServerError,
 )
 from baton.engine.remote.cached_prefixes import ApproximatePrefixes, CachedPrefixes
-from baton.engine.remote.http import HttpOrigin
+from baton.engine.remote.http import HttpOrigin, StatusError
 from baton.engine.vllm import protocol
 from baton.engine.vllm.control import VllmControl, log
 from baton.engine.vllm.engine import VllmEngine
@@ -36,11 +36,14 @@ _STARTED = re.compile(r"^process_start_time_seconds (\S+)", re.MULTILINE)
 _CHECKED_TOKENS = 4
 _EVENTS_PORT = 5557  # of rank 0, if `--kv-events-config` has no other
 _GREETING_S = 0.5
+_REFUSED = (401, 403)
 _OF_A_CLIENT = (400, 408, 413, 422)
 _LORA = "/v1/load_lora_adapter"
 
 
-class _Card(msgspec.Struct, frozen=True):
+class ModelCard(msgspec.Struct, frozen=True):
+    """Model that a vLLM serves; ``root`` is what it has loaded, ``parent`` that of an adapter."""
+
     id: str
     root: str | None = None
     parent: str | None = None
@@ -48,11 +51,48 @@ class _Card(msgspec.Struct, frozen=True):
 
 
 class _Models(msgspec.Struct, frozen=True):
-    data: tuple[_Card, ...]
+    data: tuple[ModelCard, ...]
 
 
-async def read_facts(origin: HttpOrigin) -> ServerFacts:
-    """Return the present properties of a vLLM.
+async def read_card(origin: HttpOrigin) -> ModelCard:
+    """Return the first model that a vLLM serves.
+
+    Raises:
+        UnavailableError: It does not respond.
+        UnfitServerError: It is no vLLM, or serves no model.
+    """
+    return (await _read_cards(origin))[0]
+
+
+async def _read_cards(origin: HttpOrigin) -> list[ModelCard]:
+    """Return the models that a vLLM serves, without adapters; at least one."""
+    try:
+        raw = await origin.fetch("GET", "/v1/models", _ANSWER_S)
+    except StatusError as error:
+        if error.answered in _REFUSED:
+            raise UnfitServerError(_needs_key(origin)) from None
+        raise
+    try:
+        models = msgspec.json.decode(raw, type=_Models)
+    except msgspec.DecodeError as error:
+        raise UnfitServerError(f"{origin.name} is no vLLM server: {error}") from None
+    cards = [card for card in models.data if card.parent is None]
+    if not cards:
+        raise UnfitServerError(f"{origin.name} serves no model")
+    return cards
+
+
+def _needs_key(origin: HttpOrigin) -> str:
+    return (
+        f"{origin.name} refuses Baton's requests: set `key_file` of this server to a file with the "
+        "value of its `--api-key`"
+    )
+
+
+async def read_facts(origin: HttpOrigin, names: Sequence[str]) -> ServerFacts:
+    """Return the present properties of a vLLM that serves a model with one of these names.
+
+    Paths and organisations before a name do not count.
 
     Raises:
         UnavailableError: It does not respond.
@@ -60,13 +100,9 @@ async def read_facts(origin: HttpOrigin) -> ServerFacts:
     """
     try:
         version = msgspec.json.decode(await origin.fetch("GET", "/version", _ANSWER_S))["version"]
-        raw = await origin.fetch("GET", "/v1/models", _ANSWER_S)
-        models = msgspec.json.decode(raw, type=_Models)
     except (msgspec.DecodeError, KeyError, TypeError) as error:
         raise UnfitServerError(f"{origin.name} is no vLLM server: {error}") from None
-    served = [card for card in models.data if card.parent is None]
-    if not served:
-        raise UnfitServerError(f"{origin.name} serves no model")
+    served = _served(origin, await _read_cards(origin), names)
     page = (await origin.fetch("GET", "/metrics", _ANSWER_S)).decode(errors="replace")
     caches = [dict(_LABEL.findall(labels)) for labels in _CACHE.findall(page)]
     if not caches:
@@ -77,15 +113,32 @@ async def read_facts(origin: HttpOrigin) -> ServerFacts:
     started = _STARTED.search(page)
     return ServerFacts(
         engine=f"vllm/{version}",
-        model=served[0].id,
-        root=served[0].root or served[0].id,
-        max_context_tokens=served[0].max_model_len or 0,
+        model=served.id,
+        root=served.root or served.id,
+        max_context_tokens=served.max_model_len or 0,
         block_tokens=_number(origin, caches[0], "block_size"),
         blocks=sum(_number(origin, cache, "num_gpu_blocks") for cache in caches)
         * (caches[0].get("enable_prefix_caching") != "False"),
         ranks=len(caches),
         started=started[1] if started is not None else "",
     )
+
+
+def _served(origin: HttpOrigin, cards: Sequence[ModelCard], names: Sequence[str]) -> ModelCard:
+    wanted = set(map(last_part, names))
+    for card in cards:
+        if wanted & {last_part(card.id), last_part(card.root or card.id)}:
+            return card
+    shown = ", ".join(card.id for card in cards)
+    raise UnfitServerError(
+        f"{origin.name} serves {shown}, and this fleet serves {names[0]}: remove the server, or "
+        f"start its `vllm serve` with `--served-model-name {names[0]}`"
+    )
+
+
+def last_part(name: str) -> str:
+    """Return the name of a model without the path or organisation before it."""
+    return name.rstrip("/").rpartition("/")[2]
 
 
 def _number(origin: HttpOrigin, labels: dict[str, str], name: str) -> int:
@@ -97,11 +150,12 @@ def _number(origin: HttpOrigin, labels: dict[str, str], name: str) -> int:
     return int(value)
 
 
-async def examine(origin: HttpOrigin, adapters: bool) -> ServerFacts:
+async def examine(origin: HttpOrigin, names: Sequence[str], adapters: bool) -> ServerFacts:
     """Return the properties of a vLLM that has all that Baton needs, and that computes a token.
 
     Args:
         origin: The server.
+        names: Names of the model that it must serve.
         adapters: Whether it must serve LoRA adapters.
 
     Raises:
@@ -109,7 +163,7 @@ async def examine(origin: HttpOrigin, adapters: bool) -> ServerFacts:
         UnfitServerError: It lacks something; the message names the argument of ``vllm serve``.
     """
     await origin.fetch("GET", "/health", _ANSWER_S)
-    facts = await read_facts(origin)
+    facts = await read_facts(origin, names)
     if facts.block_tokens % BLOCK_TOKENS:
         raise UnfitServerError(
             f"{origin.name} has blocks of {facts.block_tokens} tokens: add `--block-size` with a "
@@ -132,11 +186,8 @@ async def examine(origin: HttpOrigin, adapters: bool) -> ServerFacts:
 async def _serves(origin: HttpOrigin, target: str) -> bool:
     """Return whether a server has a path for POST; it refuses a GET of such a path."""
     status, _, _ = await origin.ask("GET", target, _ANSWER_S)
-    if status in (401, 403):
-        raise UnfitServerError(
-            f"{origin.name} refuses {target} with status {status}: set the `key` of this server to "
-            "the value of its `--api-key`"
-        )
+    if status in _REFUSED:
+        raise UnfitServerError(_needs_key(origin))
     return status != 404
 
 
@@ -206,11 +257,12 @@ class AttachedVllm(AttachedEngine, VllmEngine):
         send: Callable[..., None],
         origin: HttpOrigin,
         facts: ServerFacts,
+        names: Sequence[str],
         artifact: ModelArtifact,
         endpoints: Sequence[tuple[str, str]] = (),
         max_adapters: int = 0,
     ) -> None:
-        self._watch = ServerWatch(origin, partial(read_facts, origin), facts)
+        self._watch = ServerWatch(origin, partial(read_facts, origin, names), facts)
         own = numerics_of(facts)
         prefixes = _prefixes(facts, own, endpoints, send)
         super().__init__(

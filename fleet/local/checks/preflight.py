@@ -221,7 +221,8 @@ def _checked_model(config: FleetConfig) -> ModelFinding:
         with_weights=not config.pools.is_attached,
     )
     check_trust(artifact, config.gates.trust())
-    if external and artifact.format != "safetensors":
+    starts = external and not config.pools.is_attached
+    if starts and artifact.format != "safetensors":
         raise ValueError(f"model: vLLM workers load a Hugging Face directory, not {config.model}")
     if config.speculation.draft:
         draft = resolve_model(config.speculation.draft, hub_answers_s=HUB_CHECK_S)
