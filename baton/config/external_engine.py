@@ -1,4 +1,4 @@
-"""Fleet file section on engines that are installed by themselves: vLLM."""
+"""Fleet file sections on engines that are installed by themselves: vLLM and llama-server."""
 
 import itertools
 from collections.abc import Collection
@@ -10,8 +10,8 @@ from baton.config.attached import AttachedServers
 from baton.config.network import AbsoluteFile
 from baton.config.section import Section
 
-ExternalKind = Literal["vllm"]
-"""Engines of which the fleet file has a section in ``pools``, with this name."""
+ExternalKind = Literal["vllm", "llama-server"]
+"""Engines of which the fleet file has a section in ``pools``."""
 
 # arguments of `vllm serve` that a worker sets itself, and where the fleet file has them
 _TAKEN = {
@@ -121,6 +121,27 @@ class VllmConfig(Section):
             if name.replace("_", "-") in names:
                 found = value if has_value else following
         return int(found) if found.isdecimal() else 1  # vLLM refuses what is no number
+
+
+class LlamaServerConfig(Section):
+    """llama.cpp's servers, which somebody else starts; see ``docs/guide/attached.md``.
+
+    Attributes:
+        servers: The servers. They have neither roles nor KV events.
+    """
+
+    servers: AttachedServers
+
+    @model_validator(mode="after")
+    def _has_neither_roles_nor_events(self) -> Self:
+        entries = self.servers.list or ([self.servers.dns] if self.servers.dns is not None else ())
+        for entry in entries:
+            if entry.role != "decode" or entry.events or entry.replay:
+                raise ValueError(
+                    f"servers: {entry.url}: llama-server has no role `prefill` and no KV events: "
+                    "remove these keys"
+                )
+        return self
 
 
 def adapter_rank_limit(most: int) -> int:

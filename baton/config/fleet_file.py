@@ -187,7 +187,7 @@ class FleetConfig(Section):
     def _check_external_engine(self) -> Self:
         if (kind := self.pools.engine.external) is None:
             return self
-        arguments = f"use pools.{kind}.args"
+        arguments = f"use {'arguments of its own' if self.is_attached else f'pools.{kind}.args'}"
         refuse_unsupported(
             kind,
             {

@@ -19,7 +19,7 @@ from pydantic import (
 
 from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
 from baton.config.engine import QuantisationConfig, SpeculationConfig
-from baton.config.external_engine import VllmConfig
+from baton.config.external_engine import LlamaServerConfig, VllmConfig
 from baton.config.fleet_file import FleetConfig
 from baton.config.lane import AdaptersConfig, GatesConfig, LaneConfig
 from baton.config.network import FleetTlsConfig, HttpsConfig
@@ -147,6 +147,7 @@ def _suggestion(path: KeyPath) -> str:
         "quantisation": QuantisationConfig,
         "engine": EngineConfig,
         "vllm": VllmConfig,
+        "llama_server": LlamaServerConfig,
         "kv_tiers": KvTiersConfig,
         "tls": FleetTlsConfig if path[0] == "pools" else HttpsConfig,
         "clients": ClientLimitsConfig,

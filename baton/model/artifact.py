@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -103,7 +103,8 @@ def resolve_model(
     try:
         if path.is_dir():
             return _from_directory(reference, path, revision, check=check, weights=with_weights)
-        return _from_gguf(reference, path, revision, check=check)
+        artifact = _from_gguf(reference, path, revision, check=check)
+        return artifact if with_weights else replace(artifact, weight_files=())
     except ModelError:
         raise
     except _MALFORMED as error:

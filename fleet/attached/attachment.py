@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -18,9 +18,8 @@ import msgspec
 from baton.engine.process.handle import EngineHandle
 from baton.engine.process.link import InnerLink
 from baton.engine.process.messages import Ready
-from baton.engine.remote.attached import ServerFacts, UnfitServerError
+from baton.engine.remote.attached import Endpoints, ServerFacts, ServerKind, UnfitServerError
 from baton.engine.remote.http import HttpOrigin
-from baton.engine.vllm.attached import AttachedVllm, default_events, examine, numerics_of
 from baton.model.artifact import ModelArtifact
 from baton.types.errors import BatonError
 from fleet.attached.sources import ServerEntry
@@ -40,10 +39,9 @@ class Attachment:
 
     Args:
         entry: The server.
-        names: Names of the model, the first one for messages.
+        kind: Kind of the servers.
         artifact: The model, without its weights.
         settings: Returns the settings of the worker's life with a number.
-        max_adapters: LoRA adapters that the server loads at most; 0: none.
         alone_on_host: Whether no other server of the fleet has its host.
         changed: Called after each change of the phase.
 
@@ -56,10 +54,9 @@ class Attachment:
     def __init__(
         self,
         entry: ServerEntry,
-        names: Sequence[str],
+        kind: ServerKind,
         artifact: ModelArtifact,
         settings: Callable[[int], WorkerSettings],
-        max_adapters: int,
         alone_on_host: bool,
         changed: Callable[[], None],
     ) -> None:
@@ -67,10 +64,9 @@ class Attachment:
         self.phase = "starting"
         self.reason = ""
         self.epoch = 0
-        self._names = names
+        self._kind = kind
         self._artifact = artifact
         self._settings = settings
-        self._max_adapters = max_adapters
         self._alone_on_host = alone_on_host
         self._changed = changed
         self._leaving = asyncio.Event()
@@ -87,9 +83,7 @@ class Attachment:
         """Keep a worker for the server while it is healthy, until it leaves."""
         while not self._leaving.is_set():
             try:
-                facts = await self._unless_leaving(
-                    examine(self._origin, self._names, self._max_adapters > 0)
-                )
+                facts = await self._unless_leaving(self._kind.examine(self._origin))
                 if facts is not None:
                     await self._serve(facts)
             except UnfitServerError as error:
@@ -108,9 +102,9 @@ class Attachment:
         """Run one life of the worker."""
         self.epoch += 1
         settings = self._settings(self.epoch)
-        events = self.entry.events
-        if events is None:
-            events = await default_events(self.entry.host, facts) if self._alone_on_host else ()
+        events: Endpoints = self.entry.events or ()
+        if self.entry.events is None and self._alone_on_host:
+            events = await self._kind.default_events(self.entry.host, facts)
         _LOG.info(
             "attaching worker=%s server=%s %s model=%s blocks=%d of %d tokens, KV events: %s",
             settings.worker_id,
@@ -121,16 +115,8 @@ class Attachment:
             facts.block_tokens,
             ", ".join(stream for stream, _ in events) or "none, so prefixes are approximate",
         )
-        link = InnerLink(_ready(facts, self._artifact))
-        engine = AttachedVllm(
-            link.report,
-            self._origin,
-            facts,
-            self._names,
-            self._artifact,
-            events,
-            self._max_adapters,
-        )
+        link = InnerLink(self._ready(facts))
+        engine = self._kind.engine(link.report, self._origin, facts, events)
         link.handle = engine.handle
         link.close = engine.close
 
@@ -159,6 +145,20 @@ class Attachment:
             _LOG.warning("lost worker=%s: %s", settings.worker_id, why)
             self._show("waiting", why)
 
+    def _ready(self, facts: ServerFacts) -> Ready:
+        numerics_id, geometry = self._kind.describe(facts)
+        config = self._artifact.config
+        return Ready(
+            pid=os.getpid(),
+            geometry=geometry,
+            numerics_id=numerics_id,
+            weights_digest=self._artifact.weights_digest,
+            eos_token_ids=config.eos_token_ids,
+            max_context_tokens=facts.max_context_tokens or config.max_context_tokens,
+            threads=0,
+            load_s=0.0,
+        )
+
     async def _unless_leaving(self, work: Any) -> Any:
         """Return the result of ``work``, or None if the server leaves meanwhile."""
         task = asyncio.ensure_future(work)
@@ -182,21 +182,6 @@ class Attachment:
             self.phase = phase
             self.reason = reason
             self._changed()
-
-
-def _ready(facts: ServerFacts, artifact: ModelArtifact) -> Ready:
-    own = numerics_of(facts)
-    config = artifact.config
-    return Ready(
-        pid=os.getpid(),
-        geometry=own.geometry(artifact),
-        numerics_id=own.numerics_id,
-        weights_digest=artifact.weights_digest,
-        eos_token_ids=config.eos_token_ids,
-        max_context_tokens=facts.max_context_tokens or config.max_context_tokens,
-        threads=0,
-        load_s=0.0,
-    )
 
 
 def with_label(settings: WorkerSettings, label: str) -> WorkerSettings:

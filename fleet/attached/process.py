@@ -16,7 +16,10 @@ from functools import partial
 import msgspec
 
 from baton.config.fleet_file import FleetConfig
+from baton.engine.llama_server.attached import LlamaServers
 from baton.engine.parent import die_with_parent
+from baton.engine.remote.attached import ServerKind
+from baton.engine.vllm.attached import VllmServers
 from baton.model.artifact import ModelArtifact, resolve_model
 from baton.registry.types import worker_name
 from baton.telemetry.logs import set_up_logs
@@ -145,14 +148,11 @@ class LaneServers:
 
     def _attach(self, name: str, entry: ServerEntry, *, alone: bool) -> None:
         self._numbers.setdefault(name, len(self._numbers))
-        adapters = self._config.adapters
-        wants_adapters = bool(adapters.load or adapters.folder)
         one = Attachment(
             entry,
-            (*self._config.model_names, self._config.model.partition("@")[0].removeprefix("hub:")),
+            self._kind(),
             self._artifact,
             partial(self._worker, name, entry),
-            adapters.max_loaded * wants_adapters,
             alone,
             self._report,
         )
@@ -160,6 +160,19 @@ class LaneServers:
         running = self._tasks.spawn(one.run(), "attachment")
         self._running.add(running)
         running.add_done_callback(self._running.discard)
+
+    def _kind(self) -> ServerKind:
+        """Return the kind of the servers."""
+        if self._config.pools.engine.external == "llama-server":
+            return LlamaServers(self._artifact)
+        names = (*self._config.model_names, self._config.model.partition("@")[0])
+        adapters = self._config.adapters
+        wants_adapters = bool(adapters.load or adapters.folder)
+        return VllmServers(
+            [name.removeprefix("hub:") for name in names],
+            self._artifact,
+            adapters.max_loaded * wants_adapters,
+        )
 
     def _worker_id(self, name: str) -> str:
         return worker_name(self._numbers[name], worker_prefix(self._config.fleet))
@@ -232,7 +245,7 @@ async def _lane(
 ) -> LaneServers:
     servers = config.pools.servers
     if servers is None:
-        raise ValueError(f"{config.fleet}: pools.vllm has no `servers`")
+        raise ValueError(f"{config.fleet}: there are no `servers`")
     find = partial(resolve_model, config.model, allow_unsupported=True, with_weights=False)
     artifact = await asyncio.get_running_loop().run_in_executor(None, find)
     return LaneServers(config, artifact, source_of(servers), settings, tasks)

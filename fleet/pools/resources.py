@@ -213,6 +213,8 @@ def _kv_tiers(config: FleetConfig, worker_id: str) -> KvTierSettings:
 
 def _external(config: FleetConfig) -> ExternalEngine | None:
     vllm = config.pools.vllm
+    if config.pools.llama_server is not None:
+        return ExternalEngine(kind="llama-server", python="")
     if vllm is None:
         return None
     adapters = vllm.serves_adapters and config.adapters.max_loaded > 0

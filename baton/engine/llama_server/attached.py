@@ -4,7 +4,8 @@ It cannot keep the caches of tenants apart. So once two tenants that share no ca
 request uses cached prefixes any more; see ``docs/guide/attached.md``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import msgspec
@@ -16,6 +17,7 @@ from baton.engine.llama_server.protocol import CompletionStream
 from baton.engine.process import messages
 from baton.engine.remote.attached import (
     AttachedEngine,
+    Endpoints,
     ServerFacts,
     ServerWatch,
     UnfitServerError,
@@ -188,20 +190,48 @@ class AttachedLlamaServer(AttachedEngine):
 
     def _take(self, request: LiveRequest, choice: int, reader: ResponseReader, body: bytes) -> None:
         super()._take(request, choice, reader, body)
-        if isinstance(reader, CompletionStream) and reader.is_early:
-            if choice in request.open_choices:
-                request.exchanges[choice].close()
-                self._complete(request, choice, reader)
+        is_early = isinstance(reader, CompletionStream) and reader.is_early
+        if is_early and choice in request.open_choices:
+            request.exchanges[choice].close()
+            self._complete(request, choice, reader)
 
 
-def description(facts: ServerFacts, artifact: ModelArtifact) -> tuple[str, KvGeometry]:
-    """Return the numerics id and the shape of the cache, which workers report."""
-    config = artifact.config
-    geometry = KvGeometry(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        num_blocks=facts.blocks,
-        dtype="fp16",
-    )
-    return f"{facts.engine}/{facts.model}", geometry
+@dataclass(frozen=True, slots=True)
+class LlamaServers:
+    """llama-servers of a model; see `ServerKind`.
+
+    Attributes:
+        artifact: The model, whose weights are not read.
+    """
+
+    artifact: ModelArtifact
+
+    async def examine(self, origin: HttpOrigin) -> ServerFacts:
+        """Return the properties of a llama-server that has all that Baton needs."""
+        return await examine(origin, self.artifact)
+
+    async def default_events(self, host: str, facts: ServerFacts) -> Endpoints:
+        """Return no endpoints: llama-server has no KV events."""
+        return ()
+
+    def describe(self, facts: ServerFacts) -> tuple[str, KvGeometry]:
+        """Return the numerics id of its worker, and the shape of its cache."""
+        config = self.artifact.config
+        geometry = KvGeometry(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            num_blocks=facts.blocks,
+            dtype="fp16",
+        )
+        return f"{facts.engine}/{facts.model}", geometry
+
+    def engine(
+        self,
+        send: Callable[..., None],
+        origin: HttpOrigin,
+        facts: ServerFacts,
+        endpoints: Endpoints,
+    ) -> AttachedEngine:
+        """Return the engine of a server."""
+        return AttachedLlamaServer(send, origin, facts, self.artifact)

@@ -6,7 +6,8 @@ another worker. The server is examined at once, and its worker leaves if it is g
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -15,6 +16,10 @@ from baton.engine.remote.http import HttpOrigin, RefusedError, StatusError
 from baton.engine.remote.live_request import LiveRequest
 from baton.types import events as ev
 from baton.types.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
+from baton.types.geometry import KvGeometry
+
+Endpoints = Sequence[tuple[str, str]]
+"""ZeroMQ endpoints of KV events, one for each rank, and those that repeat them (may be empty)."""
 
 _MOST_FAILURES = 3  # one after another, without a response between
 _POLL_S = 1.0
@@ -47,6 +52,37 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int
     ranks: int = 1
     started: str = ""
+
+
+class ServerKind(Protocol):
+    """Servers of one kind with one model."""
+
+    async def examine(self, origin: HttpOrigin) -> ServerFacts:
+        """Return the properties of a server that has all that Baton needs.
+
+        Raises:
+            UnavailableError: It does not respond, or is not healthy.
+            UnfitServerError: It lacks something.
+        """
+        ...
+
+    async def default_events(self, host: str, facts: ServerFacts) -> Endpoints:
+        """Return the endpoints of its KV events at the default ports, if it has any."""
+        ...
+
+    def describe(self, facts: ServerFacts) -> tuple[str, KvGeometry]:
+        """Return the numerics id of its worker, and the shape of its cache."""
+        ...
+
+    def engine(
+        self,
+        send: Callable[..., None],
+        origin: HttpOrigin,
+        facts: ServerFacts,
+        endpoints: Endpoints,
+    ) -> "AttachedEngine":
+        """Return the engine of a server; ``send`` passes its reports to the shell."""
+        ...
 
 
 class ServerWatch:

@@ -7,12 +7,14 @@ import asyncio
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
 from baton.engine.remote.attached import (
     AttachedEngine,
+    Endpoints,
     ServerFacts,
     ServerWatch,
     UnfitServerError,
@@ -26,7 +28,7 @@ from baton.engine.vllm.facts import VllmFacts
 from baton.engine.vllm.hand_off_nixl import NixlHandOff
 from baton.model.artifact import ModelArtifact
 from baton.types.errors import BatonError, InvalidRequestError, UnavailableError
-from baton.types.geometry import BLOCK_TOKENS
+from baton.types.geometry import BLOCK_TOKENS, KvGeometry
 
 _ANSWER_S = 5.0
 _CHECK_S = 30.0  # for one token, the queue of a busy server included
@@ -285,6 +287,45 @@ class AttachedVllm(AttachedEngine, VllmEngine):
         if isinstance(error, InvalidRequestError) and status not in _OF_A_CLIENT:
             return UnavailableError(error.message)
         return error
+
+
+@dataclass(frozen=True, slots=True)
+class VllmServers:
+    """vLLM servers of a model; see `ServerKind`.
+
+    Attributes:
+        names: Names of the model, the first one for messages.
+        artifact: The model, without its weights.
+        max_adapters: LoRA adapters that a server loads at most; 0: none.
+    """
+
+    names: Sequence[str]
+    artifact: ModelArtifact
+    max_adapters: int = 0
+
+    async def examine(self, origin: HttpOrigin) -> ServerFacts:
+        """Return the properties of a vLLM that has all that Baton needs."""
+        return await examine(origin, self.names, self.max_adapters > 0)
+
+    async def default_events(self, host: str, facts: ServerFacts) -> Endpoints:
+        """Return the endpoints of KV events at vLLM's default ports, if all ranks have theirs."""
+        return await default_events(host, facts)
+
+    def describe(self, facts: ServerFacts) -> tuple[str, KvGeometry]:
+        """Return the numerics id of its worker, and the shape of its cache."""
+        own = numerics_of(facts)
+        return own.numerics_id, own.geometry(self.artifact)
+
+    def engine(
+        self,
+        send: Callable[..., None],
+        origin: HttpOrigin,
+        facts: ServerFacts,
+        endpoints: Endpoints,
+    ) -> AttachedEngine:
+        """Return the engine of a server."""
+        names = self.names
+        return AttachedVllm(send, origin, facts, names, self.artifact, endpoints, self.max_adapters)
 
 
 class _AttachedControl(VllmControl):
