@@ -194,6 +194,7 @@ class CompletionStream:
         self._split = split
         self._spell = spell
         self._counted = 0  # tokens of this stream
+        self._end: int | None = None  # the token that ends the choice
         self._buffer = b""
 
     def feed(self, data: bytes) -> list[ev.Tokens]:
@@ -223,14 +224,19 @@ class CompletionStream:
         reason = _FINISH.get(event.stop_type, "") if event.stop else ""
         if event.stop and not reason:
             raise InternalError(f"llama-server ended a response by {event.stop_type!r}")
-        stop_token = None
-        for position, token in enumerate(sampled):
-            if token.token in self._ends:
-                stop_token = token.token
-                sampled = sampled[:position]
-                self.is_early = not event.stop
-                reason = "stop"
-                break
+        if self._end is None:
+            for position, token in enumerate(sampled):
+                if token.token in self._ends:
+                    self._end = token.token
+                    sampled = sampled[:position]
+                    break
+        elif sampled:  # the server goes on behind what ends the choice
+            sampled = []
+            self.is_early = True
+        if self._end is not None and self._end not in self._eos:
+            self.is_early = True
+        if self.is_early or (reason and self._end is not None):
+            reason = "stop"
         if not sampled and not reason:
             return None
         index = self.generated
@@ -242,7 +248,7 @@ class CompletionStream:
             index=index,
             tokens=tuple(sampled),
             finish_reason=reason,
-            stop_token=stop_token,
+            stop_token=self._end if reason else None,
         )
 
     def _sampled(self, event: Event) -> list[SampledToken]:
