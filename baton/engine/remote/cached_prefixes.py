@@ -41,6 +41,9 @@ class CachedPrefixes(Protocol):
         """Return the cached tokens of a prompt with these block hashes."""
         ...
 
+    def sent(self, request: LiveRequest) -> None:
+        """Note that a prompt was sent to the server."""
+
     def computed(self, request: LiveRequest) -> None:
         """Note that the server has computed a prompt."""
 
@@ -82,12 +85,15 @@ class ApproximatePrefixes(CachedPrefixes):
         """Return the cached tokens of a prompt with these block hashes, in whole blocks."""
         return self._whole(_known(hashes, self._used))
 
-    def computed(self, request: LiveRequest) -> None:
-        """Remember the blocks of a prompt."""
+    def sent(self, request: LiveRequest) -> None:
+        """Note what is expected of a prompt, before others use the same blocks."""
         request.expected_tokens = self.cached_tokens(request.hashes)
         first_missing = request.expected_tokens // BLOCK_TOKENS
         known = [self._used.get(name, 0) for name in request.hashes[:first_missing]]
         request.used_before = tuple(known)
+
+    def computed(self, request: LiveRequest) -> None:
+        """Remember the blocks of a prompt."""
         self._change(request.hashes[: self._whole(len(request.hashes)) // BLOCK_TOKENS])
 
     def responded(self, request: LiveRequest, choice: int, cached_tokens: int | None) -> None:

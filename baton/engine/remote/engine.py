@@ -179,6 +179,7 @@ class RemoteEngine:
     def _queue(self, request: LiveRequest) -> None:
         """Count the choices of a request as waiting."""
         request.cached_tokens = self._prefixes.cached_tokens(request.hashes)
+        self._prefixes.sent(request)
         for choice in request.open_choices:
             context = len(request.prompt) + len(request.emitted(choice))
             comes = not request.computes

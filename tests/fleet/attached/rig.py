@@ -45,9 +45,18 @@ class ServerThread:
         for server in self._servers:
             server.vllm.emulation.fault = ""
             self.run(server.stop())
+        self.run(_end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
+
+
+async def _end_tasks() -> None:
+    """End what uvicorn leaves behind."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
 
 
 class Emulated:
