@@ -24,7 +24,7 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.types.lanes import worker_prefix
 from baton.wire.process_end import exit_process
 from fleet.attached.attachment import Attachment, with_label
-from fleet.attached.sources import ServerEntry, ServerSource, source_of
+from fleet.attached.sources import ServerEntry, ServerSource, names_of, source_of
 from fleet.pools.resources import worker_settings
 from fleet.worker.settings import WorkerSettings
 
@@ -145,14 +145,12 @@ class LaneServers:
 
     def _attach(self, name: str, entry: ServerEntry, *, alone: bool) -> None:
         self._numbers.setdefault(name, len(self._numbers))
-        adapters = self._config.adapters
-        wants_adapters = bool(adapters.load or adapters.folder)
         one = Attachment(
             entry,
-            (*self._config.model_names, self._config.model.partition("@")[0].removeprefix("hub:")),
+            names_of(self._config),
             self._artifact,
             partial(self._worker, name, entry),
-            adapters.max_loaded * wants_adapters,
+            self._config.adapters.max_loaded * self._config.wants_adapters,
             alone,
             self._report,
         )

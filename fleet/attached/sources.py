@@ -11,6 +11,7 @@ import msgspec
 from pydantic import ValidationError
 
 from baton.config.attached import SERVERS, AttachedServer, AttachedServers, refuse_repeated
+from baton.config.fleet_file import FleetConfig
 from baton.config.secrets import read_text
 from baton.config.section import problem_of
 from baton.config.watched_files import WatchedFiles
@@ -59,6 +60,12 @@ class ServerSource(Protocol):
             OSError, ValueError: The source cannot be read; the servers stay as they are.
         """
         ...
+
+
+def names_of(config: FleetConfig) -> tuple[str, ...]:
+    """Return the names under which servers may serve the model of a lane."""
+    reference = config.model.removeprefix("hub:").partition("@")[0]
+    return (*config.model_names, reference)
 
 
 def source_of(config: AttachedServers) -> ServerSource:
