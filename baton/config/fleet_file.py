@@ -306,7 +306,7 @@ class FleetConfig(Section):
 
     @property
     def is_attached(self) -> bool:
-        """True if somebody else starts the servers of all models."""
+        """True if the servers of all models are attached."""
         return all(lane.pools.is_attached for lane in self.lanes)
 
     @property

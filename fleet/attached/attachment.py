@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -20,7 +20,13 @@ from baton.engine.process.link import InnerLink
 from baton.engine.process.messages import Ready
 from baton.engine.remote.attached import ServerFacts, UnfitServerError
 from baton.engine.remote.http import HttpOrigin
-from baton.engine.vllm.attached import AttachedVllm, default_events, examine, numerics_of
+from baton.engine.vllm.attached import (
+    AttachedModel,
+    AttachedVllm,
+    default_events,
+    examine,
+    numerics_of,
+)
 from baton.model.artifact import ModelArtifact
 from baton.types.errors import BatonError
 from fleet.attached.sources import ServerEntry
@@ -40,26 +46,22 @@ class Attachment:
 
     Args:
         entry: The server.
-        names: Names of the model, the first one for messages.
-        artifact: The model, without its weights.
+        model: The model that it must serve.
         settings: Returns the settings of the worker's life with a number.
-        max_adapters: LoRA adapters that the server loads at most; 0: none.
         alone_on_host: Whether no other server of the fleet has its host.
         changed: Called after each change of the phase.
 
     Attributes:
         phase: ``starting`` until the server was looked at, then as in the picture.
-        reason: Why it is not ready.
+        reason: Reason for a phase other than ``ready``.
         epoch: Number of the worker's life.
     """
 
     def __init__(
         self,
         entry: ServerEntry,
-        names: Sequence[str],
-        artifact: ModelArtifact,
+        model: AttachedModel,
         settings: Callable[[int], WorkerSettings],
-        max_adapters: int,
         alone_on_host: bool,
         changed: Callable[[], None],
     ) -> None:
@@ -67,10 +69,8 @@ class Attachment:
         self.phase = "starting"
         self.reason = ""
         self.epoch = 0
-        self._names = names
-        self._artifact = artifact
+        self._model = model
         self._settings = settings
-        self._max_adapters = max_adapters
         self._alone_on_host = alone_on_host
         self._changed = changed
         self._leaving = asyncio.Event()
@@ -87,9 +87,7 @@ class Attachment:
         """Keep a worker for the server while it is healthy, until it leaves."""
         while not self._leaving.is_set():
             try:
-                facts = await self._unless_leaving(
-                    examine(self._origin, self._names, self._max_adapters > 0)
-                )
+                facts = await self._unless_leaving(self._examine())
                 if facts is not None:
                     await self._serve(facts)
             except UnfitServerError as error:
@@ -103,6 +101,10 @@ class Attachment:
                 self._show("unfit", f"{type(error).__name__}: {error}")
                 await self._pause(_UNFIT_RETRY_S)
         self._show("left", "")
+
+    async def _examine(self) -> ServerFacts:
+        names = self._model.names
+        return await examine(self._origin, names, adapters=self._model.max_adapters > 0)
 
     async def _serve(self, facts: ServerFacts) -> None:
         """Run one life of the worker."""
@@ -121,16 +123,8 @@ class Attachment:
             facts.block_tokens,
             ", ".join(stream for stream, _ in events) or "none, so prefixes are approximate",
         )
-        link = InnerLink(_ready(facts, self._artifact))
-        engine = AttachedVllm(
-            link.report,
-            self._origin,
-            facts,
-            self._names,
-            self._artifact,
-            events,
-            self._max_adapters,
-        )
+        link = InnerLink(_ready(facts, self._model.artifact))
+        engine = AttachedVllm(link.report, self._origin, facts, self._model, events)
         link.handle = engine.handle
         link.close = engine.close
 

@@ -17,6 +17,7 @@ import msgspec
 
 from baton.config.fleet_file import FleetConfig
 from baton.engine.parent import die_with_parent
+from baton.engine.vllm.attached import AttachedModel
 from baton.model.artifact import ModelArtifact, resolve_model
 from baton.registry.types import worker_name
 from baton.telemetry.logs import set_up_logs
@@ -49,7 +50,7 @@ class AttachedSettings(msgspec.Struct, frozen=True, kw_only=True):
     fleet_token_file: str
     host: str
     log_dir: str
-    number: int
+    number: int = 0
 
 
 class ServerSlot(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,12 +146,12 @@ class LaneServers:
 
     def _attach(self, name: str, entry: ServerEntry, *, alone: bool) -> None:
         self._numbers.setdefault(name, len(self._numbers))
+        adapters = self._config.adapters.max_loaded * self._config.wants_adapters
+        model = AttachedModel(names_of(self._config), self._artifact, adapters)
         one = Attachment(
             entry,
-            names_of(self._config),
-            self._artifact,
+            model,
             partial(self._worker, name, entry),
-            self._config.adapters.max_loaded * self._config.wants_adapters,
             alone,
             self._report,
         )

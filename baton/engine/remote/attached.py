@@ -1,4 +1,4 @@
-"""Servers that somebody else has started: what is read of one, and how its faults are handled.
+"""Servers that Baton did not start: their properties, and the policy for their faults.
 
 A started engine is one process with its worker: a fault ends both. An attached server may be behind
 a proxy, busy, or about to be replaced. So a fault ends one request, which the router resumes at
@@ -117,7 +117,7 @@ class ServerWatch:
 
 
 class AttachedEngine(RemoteEngine):
-    """Policy for faults of a server that somebody else has started."""
+    """Policy for faults of a server that Baton did not start."""
 
     _failures = 0
 

@@ -78,7 +78,7 @@ class ApproximatePrefixes(CachedPrefixes):
         return len(self._used)
 
     def works(self) -> list[Work]:
-        """Return no tasks."""
+        """Return no tasks: requests are enough."""
         return []
 
     def cached_tokens(self, hashes: Sequence[bytes]) -> int:
@@ -109,15 +109,8 @@ class ApproximatePrefixes(CachedPrefixes):
         whole = [*hashes, *block_hashes(parent, behind[:-1])]  # the last one is not computed
         self._change(whole[: self._whole(len(whole)) // BLOCK_TOKENS])
 
-    def clear(self) -> None:
-        """Forget all blocks."""
-        removed = tuple(self._used)
-        self._used.clear()
-        if removed:
-            self._on_change(CacheChanged((), removed))
-
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: nothing is open."""
 
     def _whole(self, blocks: int) -> int:
         """Return the tokens of the server's whole blocks in the first of Baton's blocks."""
