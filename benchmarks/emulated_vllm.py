@@ -33,7 +33,7 @@ GENERATE = "/inference/v1/generate"
 
 @dataclass(kw_only=True)
 class Emulation:
-    """What the server is, and how it fails.
+    """Properties of the server, and its fault.
 
     Attributes:
         missing: Arguments of ``vllm serve`` that the server was started without.

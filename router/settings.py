@@ -55,7 +55,7 @@ class RouterSettings:
     Attributes:
         emulated: Timing model of emulated workers; empty for real ones. Other workers are rejected.
         external: Name of the program that runs the model at workers; empty for Baton's engine.
-        attached: Whether somebody else starts that program; then its weights may be elsewhere.
+        attached: Whether that program is attached; then its weights may be elsewhere.
         fleet: Name of the fleet; of a lane ``FLEET.LANE``.
         model_names: Served name, then its aliases.
         other_models: Names of the fleet's other models, which no adapter may have.

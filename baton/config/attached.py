@@ -1,4 +1,4 @@
-"""Fleet file section on servers that are attached: somebody else starts and ends them."""
+"""Fleet file section on servers that are attached: Baton does not start or end them."""
 
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit

@@ -51,7 +51,7 @@ class VllmConfig(Section):
             Baton's own transports, for vLLM 0.32 without pipeline parallelism. Without it there are
             no prefill workers.
         batch_invariant: Turn vLLM's batch-invariant mode on, which ``numerics: exact`` needs.
-        servers: Servers that somebody else starts, instead of ``python``. See
+        servers: Running servers to attach, instead of ``python``. See
             ``docs/guide/attached.md``.
     """
 
@@ -71,7 +71,7 @@ class VllmConfig(Section):
             )
         own = self.model_fields_set & {"args", "gpus", "hand_off", "batch_invariant"}
         if self.servers is not None and own:
-            raise ValueError(f"{min(own)}: not for `servers`, which somebody else has started")
+            raise ValueError(f"{min(own)}: not for `servers`, which are running already")
         return self
 
     @field_validator("args", mode="before")

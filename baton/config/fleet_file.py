@@ -300,8 +300,13 @@ class FleetConfig(Section):
         return self.model_dump_json(exclude_defaults=True, exclude={"api_keys"})
 
     @property
+    def wants_adapters(self) -> bool:
+        """True if clients may use LoRA adapters."""
+        return bool(self.adapters.max_loaded and (self.adapters.load or self.adapters.folder))
+
+    @property
     def is_attached(self) -> bool:
-        """True if somebody else starts the servers of all models."""
+        """True if the servers of all models are attached."""
         return all(lane.pools.is_attached for lane in self.lanes)
 
     @property

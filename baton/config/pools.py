@@ -280,7 +280,7 @@ class PoolsConfig(Section):
 
     @property
     def is_attached(self) -> bool:
-        """True if somebody else starts the servers."""
+        """True if the servers are attached."""
         return self.servers is not None
 
     @property

@@ -1,1 +1,1 @@
-"""One process for all servers that somebody else has started: a worker of the fleet for each."""
+"""The process of all attached servers, with a worker of the fleet for each."""

@@ -20,7 +20,6 @@ from baton.engine.process.link import InnerLink
 from baton.engine.process.messages import Ready
 from baton.engine.remote.attached import Endpoints, ServerFacts, ServerKind, UnfitServerError
 from baton.engine.remote.http import HttpOrigin
-from baton.model.artifact import ModelArtifact
 from baton.types.errors import BatonError
 from fleet.attached.sources import ServerEntry
 from fleet.worker.settings import WorkerSettings
@@ -40,14 +39,13 @@ class Attachment:
     Args:
         entry: The server.
         kind: Kind of the servers.
-        artifact: The model, without its weights.
         settings: Returns the settings of the worker's life with a number.
         alone_on_host: Whether no other server of the fleet has its host.
         changed: Called after each change of the phase.
 
     Attributes:
         phase: ``starting`` until the server was looked at, then as in the picture.
-        reason: Why it is not ready.
+        reason: Reason for a phase other than ``ready``.
         epoch: Number of the worker's life.
     """
 
@@ -55,7 +53,6 @@ class Attachment:
         self,
         entry: ServerEntry,
         kind: ServerKind,
-        artifact: ModelArtifact,
         settings: Callable[[int], WorkerSettings],
         alone_on_host: bool,
         changed: Callable[[], None],
@@ -65,7 +62,6 @@ class Attachment:
         self.reason = ""
         self.epoch = 0
         self._kind = kind
-        self._artifact = artifact
         self._settings = settings
         self._alone_on_host = alone_on_host
         self._changed = changed
@@ -147,12 +143,13 @@ class Attachment:
 
     def _ready(self, facts: ServerFacts) -> Ready:
         numerics_id, geometry = self._kind.describe(facts)
-        config = self._artifact.config
+        artifact = self._kind.artifact
+        config = artifact.config
         return Ready(
             pid=os.getpid(),
             geometry=geometry,
             numerics_id=numerics_id,
-            weights_digest=self._artifact.weights_digest,
+            weights_digest=artifact.weights_digest,
             eos_token_ids=config.eos_token_ids,
             max_context_tokens=facts.max_context_tokens or config.max_context_tokens,
             threads=0,

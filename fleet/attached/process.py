@@ -16,17 +16,15 @@ from functools import partial
 import msgspec
 
 from baton.config.fleet_file import FleetConfig
-from baton.engine.llama_server.attached import LlamaServers
 from baton.engine.parent import die_with_parent
 from baton.engine.remote.attached import ServerKind
-from baton.engine.vllm.attached import VllmServers
-from baton.model.artifact import ModelArtifact, resolve_model
 from baton.registry.types import worker_name
 from baton.telemetry.logs import set_up_logs
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.lanes import worker_prefix
 from baton.wire.process_end import exit_process
 from fleet.attached.attachment import Attachment, with_label
+from fleet.attached.kinds import kind_of
 from fleet.attached.sources import ServerEntry, ServerSource, source_of
 from fleet.pools.resources import worker_settings
 from fleet.worker.settings import WorkerSettings
@@ -52,7 +50,7 @@ class AttachedSettings(msgspec.Struct, frozen=True, kw_only=True):
     fleet_token_file: str
     host: str
     log_dir: str
-    number: int
+    number: int = 0
 
 
 class ServerSlot(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +68,7 @@ class LaneServers:
 
     Args:
         config: Configuration of the lane.
-        artifact: Its model.
+        kind: Kind of its servers.
         source: Source of its servers.
         settings: Settings of the process.
         tasks: Tasks of the process.
@@ -79,13 +77,13 @@ class LaneServers:
     def __init__(
         self,
         config: FleetConfig,
-        artifact: ModelArtifact,
+        kind: ServerKind,
         source: ServerSource,
         settings: AttachedSettings,
         tasks: BackgroundTasks,
     ) -> None:
         self._config = config
-        self._artifact = artifact
+        self._kind = kind
         self._source = source
         self._settings = settings
         self._tasks = tasks
@@ -150,8 +148,7 @@ class LaneServers:
         self._numbers.setdefault(name, len(self._numbers))
         one = Attachment(
             entry,
-            self._kind(),
-            self._artifact,
+            self._kind,
             partial(self._worker, name, entry),
             alone,
             self._report,
@@ -160,19 +157,6 @@ class LaneServers:
         running = self._tasks.spawn(one.run(), "attachment")
         self._running.add(running)
         running.add_done_callback(self._running.discard)
-
-    def _kind(self) -> ServerKind:
-        """Return the kind of the servers."""
-        if self._config.pools.engine.external == "llama-server":
-            return LlamaServers(self._artifact)
-        names = (*self._config.model_names, self._config.model.partition("@")[0])
-        adapters = self._config.adapters
-        wants_adapters = bool(adapters.load or adapters.folder)
-        return VllmServers(
-            [name.removeprefix("hub:") for name in names],
-            self._artifact,
-            adapters.max_loaded * wants_adapters,
-        )
 
     def _worker_id(self, name: str) -> str:
         return worker_name(self._numbers[name], worker_prefix(self._config.fleet))
@@ -246,9 +230,8 @@ async def _lane(
     servers = config.pools.servers
     if servers is None:
         raise ValueError(f"{config.fleet}: there are no `servers`")
-    find = partial(resolve_model, config.model, allow_unsupported=True, with_weights=False)
-    artifact = await asyncio.get_running_loop().run_in_executor(None, find)
-    return LaneServers(config, artifact, source_of(servers), settings, tasks)
+    kind = await asyncio.get_running_loop().run_in_executor(None, kind_of, config)
+    return LaneServers(config, kind, source_of(servers), settings, tasks)
 
 
 def _first_line() -> bytes:

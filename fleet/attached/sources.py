@@ -81,7 +81,7 @@ class ListSource(ServerSource):
         self._servers = servers
 
     async def read(self) -> Sequence[ServerEntry]:
-        """Return the servers."""
+        """Return the servers of the list."""
         return [entry_of(server) for server in self._servers]
 
 

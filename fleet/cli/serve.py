@@ -43,8 +43,8 @@ def serve(
 ) -> None:
     """Put Baton in front of running vLLM servers, in the foreground; Ctrl-C ends only Baton.
 
-    Routes by cached prefixes, with admission, traces, and responses that go on when a server is
-    lost. With a fleet file, `baton up` does the same, for servers that come and go.
+    Routes by cached prefixes, with admission, traces, and responses that continue when a server
+    is lost. With a fleet file, `baton up` does the same, for servers that come and go.
 
     Example: `baton serve --attach http://gpu-1:8000 --attach http://gpu-2:8000`.
     """

@@ -38,7 +38,7 @@ class AttachedPools:
 
     @property
     def adopted(self) -> bool:
-        """Whether each server was looked at, so that one that is down does not delay the start."""
+        """True once each server was looked at: one that is down does not delay the start."""
         known = self.slots()
         return bool(known) and all(slot["phase"] != "starting" for slot in known)
 
@@ -48,7 +48,7 @@ class AttachedPools:
 
     @property
     def refusal(self) -> str:
-        """What all servers lack; empty if one of them can be used, or may be later."""
+        """Needs that all servers lack; empty if one of them can be used, or may be later."""
         known = self.slots()
         unfit = [slot["reason"] for slot in known if slot["phase"] == "unfit"]
         return "; ".join(unfit) if unfit and len(unfit) == len(known) else ""
@@ -62,16 +62,19 @@ class AttachedPools:
         for lane in self._config.lanes:
             if lane.pools.servers is not None:
                 source_of(lane.pools.servers)
-        number = 0 if self._settings is None else self._settings.number + 1
-        self._settings = AttachedSettings(
-            config_json=spec.config_json,
-            redis_url=spec.redis_url,
-            fleet_token=spec.fleet_token,
-            fleet_token_file=spec.fleet_token_file,
-            host=self.address,
-            log_dir=spec.log_dir,
-            number=number,
+        self._launch(
+            AttachedSettings(
+                config_json=spec.config_json,
+                redis_url=spec.redis_url,
+                fleet_token=spec.fleet_token,
+                fleet_token_file=spec.fleet_token_file,
+                host=self.address,
+                log_dir=spec.log_dir,
+            )
         )
+
+    def _launch(self, settings: AttachedSettings) -> None:
+        self._settings = settings
         with open_log(self._logs / f"{LOG}.log") as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "fleet.attached.process"],
@@ -84,10 +87,15 @@ class AttachedPools:
             )
         self._process = process
         self._started_s = time.monotonic()
-        if process.stdin is not None:
-            process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
-            process.stdin.flush()
+        self._write(msgspec.json.encode(settings))
         threading.Thread(target=self._read, args=(process,), daemon=True, name="attached").start()
+
+    def _write(self, line: bytes) -> None:
+        stream = self._process.stdin if self._process is not None else None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and is started again
+            if stream is not None:
+                stream.write(line + b"\n")
+                stream.flush()
 
     def change(self, config: FleetConfig, spec: ControllerSpec) -> None:
         """Apply another configuration. With other models the process is replaced."""
@@ -95,11 +103,8 @@ class AttachedPools:
         self._config = config
         if self._settings is not None:
             self._settings = msgspec.structs.replace(self._settings, config_json=spec.config_json)
-        process = self._process
-        if same and process is not None and process.stdin is not None and process.poll() is None:
-            with contextlib.suppress(BrokenPipeError):  # it is started again with this one
-                process.stdin.write(spec.config_json.encode() + b"\n")
-                process.stdin.flush()
+        if same:
+            self._write(spec.config_json.encode())
             return
         self._end()
         self._slots = {}
@@ -130,17 +135,8 @@ class AttachedPools:
         if time.monotonic() - self._started_s >= _PAUSE_S:
             ended = exit_reason(process.returncode)
             self._news.append(f"the process of attached servers has ended ({ended}): restarting")
-            settings = self._settings
-            self.start(
-                ControllerSpec(
-                    config_json=settings.config_json,
-                    redis_url=settings.redis_url,
-                    fleet_token=settings.fleet_token,
-                    fleet_token_file=settings.fleet_token_file,
-                    host="",
-                    log_dir=settings.log_dir,
-                )
-            )
+            number = self._settings.number + 1
+            self._launch(msgspec.structs.replace(self._settings, number=number))
         return True
 
     def stop(self, *, leave: bool) -> None:

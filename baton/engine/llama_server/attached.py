@@ -134,6 +134,7 @@ class AttachedLlamaServer(AttachedEngine):
         config = artifact.config
         super().__init__(send, origin, self._cached, facts.blocks, config.vocab_size)
         self._artifact = artifact
+        self._context_tokens = facts.max_context_tokens
         self._eos = config.eos_token_ids
         self._seed: bytes | None = None  # of the only tenants that have used the server
         self._is_shared = False  # others have used it, too
@@ -166,7 +167,13 @@ class AttachedLlamaServer(AttachedEngine):
 
     def _body(self, request: LiveRequest, choice: int, parameters: Parameters | None) -> bytes:
         cached = request.spec.cacheable and not self._is_shared
-        return protocol.completion_body(request.prompt, request.spec, choice, cached=cached)
+        return protocol.completion_body(
+            request.prompt,
+            request.spec,
+            choice,
+            cached=cached,
+            context_tokens=self._context_tokens,
+        )
 
     def _reader(self, request: LiveRequest, choice: int) -> ResponseReader:
         return CompletionStream(

@@ -119,12 +119,12 @@ def grammar_fields(grammar: str) -> dict[str, Any]:
 
 
 def completion_body(
-    prompt: Sequence[int], spec: RequestSpec, choice: int, *, cached: bool
+    prompt: Sequence[int], spec: RequestSpec, choice: int, *, cached: bool, context_tokens: int
 ) -> bytes:
     """Return the JSON body that requests one choice.
 
     Emitted tokens of a resumed response follow the prompt. Without ``cached`` no cached prefix is
-    used.
+    used. ``context_tokens`` is the size of the server's context.
     """
     emitted = (spec.emitted[choice] if spec.emitted else None) or ()
     body = {
@@ -133,6 +133,7 @@ def completion_body(
         "return_tokens": True,
         "cache_prompt": cached,
         "n_predict": spec.params.max_tokens - len(emitted),
+        "repeat_last_n": context_tokens,
         **_sampling_fields(spec.params, choice, len(emitted)),
     }
     return msgspec.json.encode(body)
@@ -146,7 +147,6 @@ def _sampling_fields(params: SamplingParams, choice: int, emitted: int) -> dict[
         "top_p": params.top_p,
         "min_p": params.min_p,
         "repeat_penalty": params.repetition_penalty,
-        "repeat_last_n": -1,
         # a resumed choice must not draw its first noise again
         "seed": (params.seed + choice + emitted * 0x9E3779B1) % _SEED_MASK,
         "ignore_eos": params.ignore_eos,
@@ -211,13 +211,15 @@ class CompletionStream:
             field, _, payload = event.partition(b": ")
             if field not in (b"data", b"error") or self.finished:
                 continue  # a comment, or what follows a token that ends the choice
-            if (taken := self._take(read_event(payload), is_error=field == b"error")) is not None:
+            if field == b"error":
+                payload = b'{"error": %b}' % payload
+            if (taken := self._take(read_event(payload))) is not None:
                 tokens.append(taken)
         return tokens
 
-    def _take(self, event: Event, *, is_error: bool) -> ev.Tokens | None:
-        if event.error is not None or is_error:
-            raise error_of(event.error or ErrorBody("it sent an error"), None)
+    def _take(self, event: Event) -> ev.Tokens | None:
+        if event.error is not None:
+            raise error_of(event.error, None)
         if event.timings is not None and event.stop:
             self.cached_tokens = event.timings.cache_n
         sampled = self._sampled(event)

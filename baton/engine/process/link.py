@@ -1,9 +1,8 @@
-"""Connections of a worker's shell to its engine: their interface, and one inside this process."""
+"""Connection of a worker's shell to an engine in the same process, as ``EngineClient`` is one."""
 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -11,59 +10,8 @@ from baton.engine.process import messages
 from baton.types.geometry import KvGeometry
 
 
-class EngineLink(Protocol):
-    """Connection of a worker's shell to its engine.
-
-    Attributes:
-        ready: Properties of the engine.
-        exited: Set to the exit code when the engine has ended.
-        wanted: Set while commands are held.
-        pool_fd: File of the KV pool; -1: none that can be passed on.
-    """
-
-    ready: messages.Ready
-    exited: asyncio.Future[int]
-    wanted: asyncio.Event
-    pool_fd: int
-
-    @property
-    def pools(self) -> Sequence[memoryview]:
-        """KV pool, or one pool for each rank."""
-
-    @property
-    def pool_geometry(self) -> KvGeometry:
-        """Shape of the pools of all ranks together."""
-
-    @property
-    def fatal(self) -> str:
-        """Message of the engine's failure; empty: none."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether commands are held."""
-
-    def listen(self, listener: Callable[[messages.Report], None]) -> None:
-        """Pass all reports since the start to ``listener``, in order."""
-
-    def send(self, *commands: messages.Command) -> None:
-        """Send commands, or hold them."""
-
-    def send_now(self, *commands: messages.Command) -> None:
-        """Send commands before those that are held."""
-
-    def hold(self) -> None:
-        """Hold commands from now on, until `release`."""
-
-    def release(self) -> None:
-        """Send the held commands, in order."""
-
-    async def stop(self) -> int:
-        """Stop the engine, and return its exit code."""
-        ...
-
-
-class InnerLink(EngineLink):
-    """Link to an engine in this process, which never sleeps and has no pages of KV.
+class InnerLink:
+    """Connection to an engine in this process, which never sleeps and has no pages of KV.
 
     Reports arrive in a later turn of the loop, as from another process.
 
@@ -108,26 +56,30 @@ class InnerLink(EngineLink):
         self._loop.call_soon(self._deliver)
 
     def _deliver(self) -> None:
-        while self._reports and self._listener is not None:
-            self._listener(self._reports.popleft())
+        try:
+            while self._reports and self._listener is not None:
+                self._listener(self._reports.popleft())
+        finally:
+            if self._reports and self._listener is not None:  # a report had a fault
+                self._loop.call_soon(self._deliver)
 
     def send(self, *commands: messages.Command) -> None:
-        """Execute commands."""
+        """Let the engine execute commands."""
         for command in commands:
             self.handle(command)
 
     def send_now(self, *commands: messages.Command) -> None:
-        """Execute commands."""
+        """Let the engine execute commands."""
         self.send(*commands)
 
     def hold(self) -> None:
         """Do nothing: the engine does not sleep."""
 
     def release(self) -> None:
-        """Do nothing."""
+        """Do nothing: no commands are held."""
 
     async def stop(self) -> int:
-        """Close the engine."""
+        """Close the engine; return 0."""
         await self.close()
         if not self.exited.done():
             self.exited.set_result(0)
@@ -135,4 +87,4 @@ class InnerLink(EngineLink):
 
 
 async def _nothing() -> None:
-    """Do nothing."""
+    """Stand for a close before there is an engine."""

@@ -1,4 +1,4 @@
-"""Servers that somebody else has started: what is read of one, and how its faults are handled.
+"""Servers that Baton did not start: their properties, and the policy for their faults.
 
 A started engine is one process with its worker: a fault ends both. An attached server may be behind
 a proxy, busy, or about to be replaced. So a fault ends one request, which the router resumes at
@@ -14,6 +14,7 @@ import msgspec
 from baton.engine.remote.engine import RemoteEngine
 from baton.engine.remote.http import HttpOrigin, RefusedError, StatusError
 from baton.engine.remote.live_request import LiveRequest
+from baton.model.artifact import ModelArtifact
 from baton.types import events as ev
 from baton.types.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 from baton.types.geometry import KvGeometry
@@ -55,7 +56,16 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerKind(Protocol):
-    """Servers of one kind with one model."""
+    """Servers of one kind with one model.
+
+    Attributes:
+        artifact: The model, without its weights.
+    """
+
+    @property
+    def artifact(self) -> ModelArtifact:
+        """The model, without its weights."""
+        ...
 
     async def examine(self, origin: HttpOrigin) -> ServerFacts:
         """Return the properties of a server that has all that Baton needs.
@@ -153,7 +163,7 @@ class ServerWatch:
 
 
 class AttachedEngine(RemoteEngine):
-    """Policy for faults of a server that somebody else has started."""
+    """Policy for faults of a server that Baton did not start."""
 
     _failures = 0
 

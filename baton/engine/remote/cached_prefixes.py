@@ -41,6 +41,9 @@ class CachedPrefixes(Protocol):
         """Return the cached tokens of a prompt with these block hashes."""
         ...
 
+    def sent(self, request: LiveRequest) -> None:
+        """Note that a prompt was sent to the server."""
+
     def computed(self, request: LiveRequest) -> None:
         """Note that the server has computed a prompt."""
 
@@ -75,19 +78,22 @@ class ApproximatePrefixes(CachedPrefixes):
         return len(self._used)
 
     def works(self) -> list[Work]:
-        """Return no tasks."""
+        """Return no tasks: requests are enough."""
         return []
 
     def cached_tokens(self, hashes: Sequence[bytes]) -> int:
         """Return the cached tokens of a prompt with these block hashes, in whole blocks."""
         return self._whole(_known(hashes, self._used))
 
-    def computed(self, request: LiveRequest) -> None:
-        """Remember the blocks of a prompt."""
+    def sent(self, request: LiveRequest) -> None:
+        """Note what is expected of a prompt, before others use the same blocks."""
         request.expected_tokens = self.cached_tokens(request.hashes)
         first_missing = request.expected_tokens // BLOCK_TOKENS
         known = [self._used.get(name, 0) for name in request.hashes[:first_missing]]
         request.used_before = tuple(known)
+
+    def computed(self, request: LiveRequest) -> None:
+        """Remember the blocks of a prompt."""
         self._change(request.hashes[: self._whole(len(request.hashes)) // BLOCK_TOKENS])
 
     def responded(self, request: LiveRequest, choice: int, cached_tokens: int | None) -> None:
@@ -116,7 +122,7 @@ class ApproximatePrefixes(CachedPrefixes):
         self.clear()
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: nothing is open."""
 
     def _whole(self, blocks: int) -> int:
         """Return the tokens of the server's whole blocks in the first of Baton's blocks."""

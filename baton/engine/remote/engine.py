@@ -1,9 +1,9 @@
-"""Base of engines behind HTTP: live requests, their exchanges, and what the shell is told of them.
+"""Base of engines behind HTTP: live requests, their exchanges, and reports to the shell.
 
     commands ──▶ RemoteEngine ── one HTTP request per choice ──▶ server
     reports  ◀──  (messages)  ◀── tokens, as they arrive ───────
 
-A subclass knows one kind of server: its paths, its bodies and its responses.
+A subclass is for one kind of server: its paths, bodies and responses.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class RemoteEngine:
     Args:
         send: Sends reports to the shell.
         origin: The server.
-        prefixes: What it has cached.
+        prefixes: Prefixes that it has cached.
         blocks: Number of Baton's blocks in its cache.
         vocab_size: Tokens of the model.
 
@@ -179,6 +179,7 @@ class RemoteEngine:
     def _queue(self, request: LiveRequest) -> None:
         """Count the choices of a request as waiting."""
         request.cached_tokens = self._prefixes.cached_tokens(request.hashes)
+        self._prefixes.sent(request)
         for choice in request.open_choices:
             context = len(request.prompt) + len(request.emitted(choice))
             comes = not request.computes

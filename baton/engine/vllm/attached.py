@@ -1,4 +1,4 @@
-"""A vLLM that somebody else has started: what it is, whether it fits, and its engine.
+"""A vLLM that Baton did not start: its properties, their check, and its engine.
 
 Nothing here changes the server, but for LoRA adapters, and its cache when a tenant is deleted.
 """
@@ -21,9 +21,10 @@ from baton.engine.remote.attached import (
 )
 from baton.engine.remote.cached_prefixes import ApproximatePrefixes, CachedPrefixes
 from baton.engine.remote.http import HttpOrigin, StatusError
+from baton.engine.remote.live_request import LiveRequest, Parameters
 from baton.engine.vllm import protocol
 from baton.engine.vllm.control import VllmControl, log
-from baton.engine.vllm.engine import VllmEngine
+from baton.engine.vllm.engine import VllmEngine, VllmParts
 from baton.engine.vllm.facts import VllmFacts
 from baton.engine.vllm.hand_off_nixl import NixlHandOff
 from baton.model.artifact import ModelArtifact
@@ -152,7 +153,7 @@ def _number(origin: HttpOrigin, labels: dict[str, str], name: str) -> int:
     return int(value)
 
 
-async def examine(origin: HttpOrigin, names: Sequence[str], adapters: bool) -> ServerFacts:
+async def examine(origin: HttpOrigin, names: Sequence[str], *, adapters: bool) -> ServerFacts:
     """Return the properties of a vLLM that has all that Baton needs, and that computes a token.
 
     Args:
@@ -247,7 +248,6 @@ def numerics_of(facts: ServerFacts) -> VllmFacts:
         attention="attached",
         width=1,
         step_tokens=0,
-        model=facts.model,
     )
 
 
@@ -259,24 +259,23 @@ class AttachedVllm(AttachedEngine, VllmEngine):
         send: Callable[..., None],
         origin: HttpOrigin,
         facts: ServerFacts,
-        names: Sequence[str],
-        artifact: ModelArtifact,
+        model: "VllmServers",
         endpoints: Sequence[tuple[str, str]] = (),
-        max_adapters: int = 0,
     ) -> None:
-        self._watch = ServerWatch(origin, partial(read_facts, origin, names), facts)
+        self._watch = ServerWatch(origin, partial(read_facts, origin, model.names), facts)
+        self._name = msgspec.json.encode(facts.model)
         own = numerics_of(facts)
         prefixes = _prefixes(facts, own, endpoints, send)
-        super().__init__(
-            send,
-            origin,
-            _AttachedControl(origin, self._watch),
-            prefixes,
-            own,
-            artifact.config,
-            NixlHandOff(facts.block_tokens),
-            max_adapters,
-        )
+        control = _AttachedControl(origin, self._watch)
+        parts = VllmParts(origin, control, prefixes, NixlHandOff(facts.block_tokens))
+        super().__init__(send, parts, own, model.artifact.config, model.max_adapters)
+
+    def _body(self, request: LiveRequest, choice: int, parameters: Parameters | None) -> bytes:
+        """Return a body that a server of another model refuses."""
+        body = super()._body(request, choice, parameters)
+        if request.spec.adapter is not None:
+            return body  # which has its name
+        return b'{"model":' + self._name + b"," + body[1:]
 
     def _suspect(self) -> None:
         self._watch.suspect()
@@ -305,7 +304,7 @@ class VllmServers:
 
     async def examine(self, origin: HttpOrigin) -> ServerFacts:
         """Return the properties of a vLLM that has all that Baton needs."""
-        return await examine(origin, self.names, self.max_adapters > 0)
+        return await examine(origin, self.names, adapters=self.max_adapters > 0)
 
     async def default_events(self, host: str, facts: ServerFacts) -> Endpoints:
         """Return the endpoints of KV events at vLLM's default ports, if all ranks have theirs."""
@@ -324,8 +323,7 @@ class VllmServers:
         endpoints: Endpoints,
     ) -> AttachedEngine:
         """Return the engine of a server."""
-        names = self.names
-        return AttachedVllm(send, origin, facts, names, self.artifact, endpoints, self.max_adapters)
+        return AttachedVllm(send, origin, facts, self, endpoints)
 
 
 class _AttachedControl(VllmControl):

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
@@ -28,17 +28,23 @@ from baton.types.errors import (
 _LOAD_S = 60.0  # for vLLM to load KV from another vLLM, its queue included
 
 
+class VllmParts(NamedTuple):
+    """Connections to one vLLM: its server, calls beside requests, its cache, its KV."""
+
+    origin: HttpOrigin
+    control: VllmControl
+    prefixes: CachedPrefixes
+    hand_off: HandOff
+
+
 class VllmEngine(RemoteEngine):
     """Live requests of one vLLM, also those whose KV comes from another one or goes there.
 
     Args:
         send: Sends reports to the shell.
-        origin: vLLM's server.
-        control: Calls beside requests.
-        prefixes: What it has cached.
+        parts: Connections to it.
         facts: Its properties.
         config: Configuration of the model.
-        hand_off: Way of its KV to other vLLMs.
         max_adapters: Number of LoRA adapters that are loaded at most; 0: none are served.
     """
 
@@ -47,24 +53,21 @@ class VllmEngine(RemoteEngine):
     def __init__(
         self,
         send: Callable[..., None],
-        origin: HttpOrigin,
-        control: VllmControl,
-        prefixes: CachedPrefixes,
+        parts: VllmParts,
         facts: VllmFacts,
         config: ModelConfig,
-        hand_off: HandOff,
         max_adapters: int = 0,
     ) -> None:
-        super().__init__(send, origin, prefixes, facts.pool_blocks, config.vocab_size)
-        self._control = control
+        origin = parts.origin
+        super().__init__(send, origin, parts.prefixes, facts.pool_blocks, config.vocab_size)
+        self._control = parts.control
         self._hands_over = bool(facts.hand_off)
-        self._hand_off = hand_off
+        self._hand_off = parts.hand_off
         self._generation = 0  # of the latest hand-off at this worker
         self._eos = config.eos_token_ids
-        self._model = facts.model
         self._serves_adapters = max_adapters > 0
         self._adapters = VllmAdapters(max_adapters, origin, config, send, self._start, self._tasks)
-        self._vital(control.watch(lambda: send(messages.Alive()), self._break), "health")
+        self._vital(parts.control.watch(lambda: send(messages.Alive()), self._break), "health")
 
     def _refusal(self, spec: RequestSpec) -> BatonError | None:
         return protocol.refusal(spec, self._hands_over, self._serves_adapters)
@@ -72,7 +75,7 @@ class VllmEngine(RemoteEngine):
     def _body(self, request: LiveRequest, choice: int, parameters: Parameters | None) -> bytes:
         request_id = request.submit.request_id
         return protocol.generate_body(
-            request_id, request.prompt, request.spec, choice, self._eos, parameters, self._model
+            request_id, request.prompt, request.spec, choice, self._eos, parameters
         )
 
     def _reader(self, request: LiveRequest, choice: int) -> ChoiceStream:

@@ -150,6 +150,9 @@ class EventPrefixes(CachedPrefixes):
         size = self._block_tokens
         return max(client.cached.cached_tokens(hashes, size) for client in self._clients)
 
+    def sent(self, request: LiveRequest) -> None:
+        """Do nothing: events are exact."""
+
     def computed(self, request: LiveRequest) -> None:
         """Do nothing: events follow."""
 

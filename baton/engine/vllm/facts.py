@@ -17,7 +17,6 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         block_tokens: Tokens of one of its blocks.
-        model: Name that requests have; empty: none.
         width: Ranks of its tensor parallelism times those of its pipeline.
         step_tokens: Largest number of tokens of an engine step.
         batch_invariant: Whether its batch-invariant mode is on.
@@ -37,7 +36,6 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool = False
     hand_off: str = ""
     exact: str = ""
-    model: str = ""
 
     @property
     def numerics_id(self) -> str:

@@ -31,7 +31,7 @@ from baton.engine.remote.http import HttpOrigin
 from baton.engine.settings import EngineSettings, ExternalEngine
 from baton.engine.vllm import server
 from baton.engine.vllm.control import VllmControl, log
-from baton.engine.vllm.engine import VllmEngine
+from baton.engine.vllm.engine import VllmEngine, VllmParts
 from baton.engine.vllm.events_client import EventPrefixes, KvEventsClient
 from baton.engine.vllm.facts import VllmFacts
 from baton.engine.vllm.hand_off import HandOff
@@ -149,16 +149,14 @@ class VllmProcess:
         facts: VllmFacts,
         config: ModelConfig,
     ) -> VllmEngine:
-        return VllmEngine(
-            self._send,
+        parts = VllmParts(
             origin,
             VllmControl(origin, lambda: vllm.returncode is not None),
             event_prefixes(self._folder, facts, self._send),
-            facts,
-            config,
             hand_off_of(self._folder, facts, self._send),
-            self._settings.max_adapters if self._external.adapters else 0,
         )
+        max_adapters = self._settings.max_adapters if self._external.adapters else 0
+        return VllmEngine(self._send, parts, facts, config, max_adapters)
 
     def end(self, why: str) -> None:
         """End this process, because of ``why`` if that is not empty."""

@@ -138,13 +138,11 @@ def generate_body(
     choice: int,
     eos: Sequence[int],
     transfer: Parameters | None = None,
-    model: str = "",
 ) -> bytes:
     """Return the JSON body that requests one choice.
 
     Emitted tokens of a resumed response follow the prompt. vLLM does not count them in presence
-    and frequency penalties. With ``transfer`` vLLM loads the KV from another vLLM. A vLLM that
-    does not serve ``model`` refuses the request.
+    and frequency penalties. With ``transfer`` vLLM loads the KV from another vLLM.
     """
     emitted = (spec.emitted[choice] if spec.emitted else None) or ()
     body = {
@@ -153,7 +151,6 @@ def generate_body(
         "sampling_params": sampling_params(spec.params, choice, len(emitted), eos),
         "stream": True,
         "stream_options": {"include_usage": True},
-        **({"model": model} if model else {}),
         **_shared_fields(spec, transfer),
     }
     return msgspec.json.encode(body)

@@ -16,7 +16,7 @@ from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
 from baton.engine.vllm import engine, protocol, server
 from baton.engine.vllm.control import VllmControl
-from baton.engine.vllm.engine import VllmEngine
+from baton.engine.vllm.engine import VllmEngine, VllmParts
 from baton.engine.vllm.facts import VllmFacts, facts_of
 from baton.engine.vllm.process import event_prefixes, hand_off_of
 from baton.types import events as ev
@@ -115,15 +115,13 @@ class Running:
         folder = str(replay.folder)
         origin = server.origin_in(folder)
         of = facts(hand_off)
-        self.engine = VllmEngine(
-            self._send,
+        parts = VllmParts(
             origin,
             VllmControl(origin, lambda: self.returncode is not None),
             event_prefixes(folder, of, self._send),
-            of,
-            hand_off=hand_off_of(folder, of, self._send),
-            **{"config": CONFIG, **options},
+            hand_off_of(folder, of, self._send),
         )
+        self.engine = VllmEngine(self._send, parts, of, **{"config": CONFIG, **options})
 
     def _send(self, *reports: messages.Report) -> None:
         self.reports.extend(reports)

@@ -45,9 +45,18 @@ class ServerThread:
         for server in self._servers:
             server.vllm.emulation.fault = ""
             self.run(server.stop())
+        self.run(_end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
+
+
+async def _end_tasks() -> None:
+    """End what uvicorn leaves behind."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
 
 
 class Emulated:
@@ -85,14 +94,14 @@ class Emulated:
 class AttachedFleet:
     """`baton up` of a fleet of attached servers."""
 
-    def __init__(self, folder: Path, servers: object, **more: object) -> None:
+    def __init__(self, folder: Path, servers: object, engine: str = "vllm", **more: object) -> None:
         config = {
             "fleet": "attached",
             "model": DEFAULT_MODEL,
             "served_model_name": MODEL,
             "numerics": "fast",
             "port": 0,
-            "pools": {"engine": "vllm", "vllm": {"servers": servers}},
+            "pools": {"engine": engine, engine.replace("-", "_"): {"servers": servers}},
             **more,
         }
         command = [sys.executable, "-m", "fleet.cli.main", "up"]

@@ -1,0 +1,151 @@
+"""Servers that come and go while the fleet serves, and a fleet that cannot start."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from benchmarks.emulated_vllm import Emulation
+from fleet.local import state as fleet_state
+from tests.fleet.attached.rig import (
+    MODEL,
+    AttachedFleet,
+    Background,
+    Emulated,
+    ServerThread,
+    expected,
+)
+from tests.fleet.test_up import wait_for
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+LIKE = Emulation(model=MODEL, root=f"/models/{MODEL}", token_s=0.02)
+
+
+@pytest.fixture
+def thread() -> Iterator[ServerThread]:
+    thread = ServerThread()
+    yield thread
+    thread.close()
+
+
+def write(file: Path, *servers: Emulated, **more: object) -> None:
+    scratch = file.with_suffix(".new")
+    scratch.write_text(yaml.safe_dump({"servers": [{"url": one.url, **more} for one in servers]}))
+    scratch.replace(file)
+
+
+def test_servers_come_and_go_with_their_file(thread: ServerThread, tmp_path: Path) -> None:
+    file = tmp_path / "servers.yaml"
+    first = thread.start(replace(LIKE))
+    write(file, first)
+    fleet = AttachedFleet(tmp_path, {"file": str(file)})
+    try:
+        fleet.wait_ready()
+        fleet.wait_for_servers(first)
+        second = thread.start(replace(LIKE))
+        write(file, first, second)
+        fleet.wait_for_servers(first, second)
+        for number in range(8):
+            fleet.complete(2, [number, *range(300, 340)])
+        assert second.bodies
+
+        response = Background(lambda: fleet.complete(100))
+        wait_for(lambda: any(len(body["token_ids"]) == 100 for body in all_of(first, second)), 10)
+        left, stays = (first, second) if has_prompt(first) else (second, first)
+        write(file, stays)
+        fleet.wait_for_servers(stays)
+        assert response.result() == expected(100)
+        left.bodies.clear()
+        assert fleet.complete(4) == expected(4)
+        assert left.bodies == []
+
+        write(file, stays, drain=True)
+        wait_for(lambda: not fleet.ready(), 10)
+        write(file, stays, label="rack-1")
+        wait_for(lambda: fleet.ready() == {"rack-1"}, 10)
+        shown = baton(fleet, "status")
+        assert "rack-1" in shown.stdout
+    finally:
+        fleet.close()
+
+
+def all_of(*servers: Emulated) -> list[dict[str, object]]:
+    return [body for server in servers for body in server.bodies]
+
+
+def has_prompt(server: Emulated) -> bool:
+    return any(len(body["token_ids"]) == 100 for body in server.bodies)
+
+
+def baton(fleet: AttachedFleet, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "fleet.cli.main", *words],
+        env={**os.environ, "BATON_HOME": str(fleet.folder), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_process_of_the_servers_is_one_and_comes_back(
+    thread: ServerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = [thread.start(replace(LIKE)) for _ in range(2)]
+    fleet = AttachedFleet(tmp_path, [one.url for one in servers])
+    try:
+        fleet.wait_ready()
+        monkeypatch.setenv("BATON_HOME", str(tmp_path))
+        state = fleet_state.load("attached")
+        assert state is not None
+        supervisor = psutil.Process(state.supervisor.pid)
+        programs = [json.dumps(child.cmdline()) for child in supervisor.children(recursive=True)]
+        assert sum("fleet.attached.process" in program for program in programs) == 1
+        assert not any("ray" in program.replace("array", "") for program in programs)
+        (attached,) = [c for c in supervisor.children() if "fleet.attached.process" in c.cmdline()]
+        assert "torch" not in "".join(one.path for one in attached.memory_maps())
+        response = Background(lambda: fleet.complete(60))
+        wait_for(lambda: any(has_prompt(one) for one in servers), 10)
+        attached.send_signal(signal.SIGKILL)
+        with pytest.raises(AssertionError, match="worker_lost"):  # it had all the workers
+            response.result()
+        fleet.wait_for_servers(*servers)
+        assert fleet.complete(4) == expected(4)
+    finally:
+        fleet.close()
+    assert not any("fleet.attached.process" in line for line in command_lines())
+
+
+def command_lines() -> list[str]:
+    return [" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])]
+
+
+def test_a_fleet_of_unfit_servers_does_not_start(thread: ServerThread, tmp_path: Path) -> None:
+    server = thread.start(replace(LIKE, missing=frozenset(["--enable-scale-out"])))
+    fleet = AttachedFleet(tmp_path, [server.url])
+    assert fleet.served.process.wait(60) == 1
+    assert "add `--enable-scale-out` to its `vllm serve`" in fleet.served.output.read_text()
+
+
+def test_a_running_fleet_takes_a_changed_list(thread: ServerThread, tmp_path: Path) -> None:
+    servers = [thread.start(replace(LIKE)) for _ in range(2)]
+    fleet = AttachedFleet(tmp_path, [servers[0].url])
+    try:
+        fleet.wait_ready()
+        config = json.loads((tmp_path / "fleet.yaml").read_text())
+        config["pools"]["vllm"]["servers"] = [servers[1].url]
+        (tmp_path / "fleet.yaml").write_text(json.dumps(config))
+        done = baton(fleet, "up", str(tmp_path / "fleet.yaml"), "--reconcile")
+        assert done.returncode == 0, done.stdout + done.stderr
+        fleet.wait_for_servers(servers[1])
+        assert fleet.complete(4) == expected(4)
+    finally:
+        fleet.close()
