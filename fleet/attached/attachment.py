@@ -27,7 +27,6 @@ from baton.engine.vllm.attached import (
     examine,
     numerics_of,
 )
-from baton.model.artifact import ModelArtifact
 from baton.types.errors import BatonError
 from fleet.attached.sources import ServerEntry
 from fleet.worker.settings import WorkerSettings
@@ -103,8 +102,13 @@ class Attachment:
         self._show("left", "")
 
     async def _examine(self) -> ServerFacts:
-        names = self._model.names
-        return await examine(self._origin, names, adapters=self._model.max_adapters > 0)
+        model = self._model
+        if self.entry.role == "prefill" and not model.hand_off:
+            raise UnfitServerError(f"{self.entry.label}: role: prefill needs `hand_off: nixl`")
+        wants_adapters = model.max_adapters > 0
+        return await examine(
+            self._origin, model.names, adapters=wants_adapters, hand_off=model.hand_off
+        )
 
     async def _serve(self, facts: ServerFacts) -> None:
         """Run one life of the worker."""
@@ -123,7 +127,7 @@ class Attachment:
             facts.block_tokens,
             ", ".join(stream for stream, _ in events) or "none, so prefixes are approximate",
         )
-        link = InnerLink(_ready(facts, self._model.artifact))
+        link = InnerLink(_ready(facts, self._model))
         engine = AttachedVllm(link.report, self._origin, facts, self._model, events)
         link.handle = engine.handle
         link.close = engine.close
@@ -178,8 +182,9 @@ class Attachment:
             self._changed()
 
 
-def _ready(facts: ServerFacts, artifact: ModelArtifact) -> Ready:
-    own = numerics_of(facts)
+def _ready(facts: ServerFacts, model: AttachedModel) -> Ready:
+    artifact = model.artifact
+    own = numerics_of(facts, model.hand_off)
     config = artifact.config
     return Ready(
         pid=os.getpid(),
@@ -190,6 +195,7 @@ def _ready(facts: ServerFacts, artifact: ModelArtifact) -> Ready:
         max_context_tokens=facts.max_context_tokens or config.max_context_tokens,
         threads=0,
         load_s=0.0,
+        hand_off=own.hand_off,
     )
 
 

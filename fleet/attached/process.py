@@ -147,7 +147,8 @@ class LaneServers:
     def _attach(self, name: str, entry: ServerEntry, *, alone: bool) -> None:
         self._numbers.setdefault(name, len(self._numbers))
         adapters = self._config.adapters.max_loaded * self._config.wants_adapters
-        model = AttachedModel(names_of(self._config), self._artifact, adapters)
+        hand_off = self._config.pools.hand_off
+        model = AttachedModel(names_of(self._config), self._artifact, adapters, hand_off)
         one = Attachment(
             entry,
             model,

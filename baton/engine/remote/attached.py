@@ -147,13 +147,21 @@ class AttachedEngine(RemoteEngine):
                 break
         return checked
 
+    def _recovers(self, request: LiveRequest, why: str) -> bool:
+        """Return whether the request continues here in another way."""
+        return False
+
     def _on_lost(self, request: LiveRequest, why: str) -> None:
         self._suspect()
+        if self._recovers(request, why):
+            return
         self._end_failed(request, UnavailableError(why))
 
     async def _on_failure(self, request: LiveRequest, error: BatonError) -> None:
         if isinstance(error, InvalidRequestError):
             self._end_failed(request, error)
+            return
+        if self._recovers(request, error.message):
             return
         self._suspect()
         self._failures += 1

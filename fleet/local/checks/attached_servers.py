@@ -30,7 +30,12 @@ async def _of_lane(config: FleetConfig) -> list[Finding]:
 async def _checked(config: FleetConfig, entry: ServerEntry) -> Finding:
     origin = HttpOrigin.of_url(entry.url, entry.key, entry.address)
     try:
-        facts = await examine(origin, names_of(config), adapters=config.wants_adapters)
+        facts = await examine(
+            origin,
+            names_of(config),
+            adapters=config.wants_adapters,
+            hand_off=config.pools.hand_off,
+        )
     except BatonError as error:
         return Finding(entry.label, False, error.message)
     events = entry.events
