@@ -74,6 +74,11 @@ class AttachedServers(Section):
     dns: AttachedServer | None = None
     file: AbsoluteFile | None = None
 
+    @property
+    def known(self) -> tuple[AttachedServer, ...]:
+        """Servers that the fleet file itself describes."""
+        return self.list or (() if self.dns is None else (self.dns,))
+
     @model_validator(mode="before")
     @classmethod
     def _list_to_mapping(cls, value: object) -> object:

@@ -69,9 +69,14 @@ class VllmConfig(Section):
                 "needs `python: FILE`, with which vLLM is started, or `servers: …`, which are "
                 "running: one of them"
             )
-        own = self.model_fields_set & {"args", "gpus", "hand_off", "batch_invariant"}
+        own = self.model_fields_set & {"args", "gpus", "batch_invariant"}
         if self.servers is not None and own:
             raise ValueError(f"{min(own)}: not for `servers`, which are running already")
+        if self.servers is not None and self.hand_off == "baton":
+            raise ValueError("hand_off: baton is not for `servers`: use `nixl`")
+        roles = {server.role for server in self.servers.known} if self.servers is not None else ()
+        if "prefill" in roles and self.hand_off is None:
+            raise ValueError("servers: role: prefill needs `hand_off: nixl`")
         return self
 
     @field_validator("args", mode="before")

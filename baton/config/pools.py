@@ -279,6 +279,11 @@ class PoolsConfig(Section):
         return section.servers if section is not None else None
 
     @property
+    def hand_off(self) -> str:
+        """Way of KV between engines of others; empty: none."""
+        return (self.vllm.hand_off or "") if self.vllm is not None else ""
+
+    @property
     def is_attached(self) -> bool:
         """True if the servers are attached."""
         return self.servers is not None

@@ -79,7 +79,7 @@ class Attachment:
         """Keep a worker for the server while it is healthy, until it leaves."""
         while not self._leaving.is_set():
             try:
-                facts = await self._unless_leaving(self._kind.examine(self._origin))
+                facts = await self._unless_leaving(self._examine())
                 if facts is not None:
                     await self._serve(facts)
             except UnfitServerError as error:
@@ -93,6 +93,11 @@ class Attachment:
                 self._show("unfit", f"{type(error).__name__}: {error}")
                 await self._pause(_UNFIT_RETRY_S)
         self._show("left", "")
+
+    async def _examine(self) -> ServerFacts:
+        if self.entry.role == "prefill" and not self._kind.hand_off:
+            raise UnfitServerError(f"{self.entry.label}: role: prefill needs `hand_off: nixl`")
+        return await self._kind.examine(self._origin)
 
     async def _serve(self, facts: ServerFacts) -> None:
         """Run one life of the worker."""
@@ -142,18 +147,19 @@ class Attachment:
             self._show("waiting", why)
 
     def _ready(self, facts: ServerFacts) -> Ready:
-        numerics_id, geometry = self._kind.describe(facts)
+        own = self._kind.describe(facts)
         artifact = self._kind.artifact
         config = artifact.config
         return Ready(
             pid=os.getpid(),
-            geometry=geometry,
-            numerics_id=numerics_id,
+            geometry=own.geometry,
+            numerics_id=own.numerics_id,
             weights_digest=artifact.weights_digest,
             eos_token_ids=config.eos_token_ids,
             max_context_tokens=facts.max_context_tokens or config.max_context_tokens,
             threads=0,
             load_s=0.0,
+            hand_off=own.hand_off,
         )
 
     async def _unless_leaving(self, work: Any) -> Any:

@@ -20,4 +20,4 @@ def kind_of(config: FleetConfig) -> ServerKind:
         return LlamaServers(find())
     reference = config.model.removeprefix("hub:").partition("@")[0]
     adapters = config.adapters.max_loaded * config.wants_adapters
-    return VllmServers((*config.model_names, reference), find(), adapters)
+    return VllmServers((*config.model_names, reference), find(), adapters, config.pools.hand_off)

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,11 +41,14 @@ NEEDED = ("--enable-scale-out", "--enable-prompt-tokens-details")
 class Server:
     """A vLLM server as somebody else starts it."""
 
-    def __init__(self, folder: Path, port: int, *more: str) -> None:
+    def __init__(
+        self, folder: Path, port: int, *more: str, variables: Mapping[str, str] | None = None
+    ) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._folder = folder
         self._more = more
+        self._variables = variables or {}
         self.start()
 
     def start(self) -> None:
@@ -56,6 +59,7 @@ class Server:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
+            **self._variables,
         }
         with (self._folder / f"{self.port}.log").open("ab") as log:
             self.process = subprocess.Popen(

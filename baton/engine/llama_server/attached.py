@@ -18,6 +18,7 @@ from baton.engine.process import messages
 from baton.engine.remote.attached import (
     AttachedEngine,
     Endpoints,
+    EngineDescription,
     ServerFacts,
     ServerWatch,
     UnfitServerError,
@@ -209,9 +210,11 @@ class LlamaServers:
 
     Attributes:
         artifact: The model, whose weights are not read.
+        hand_off: Empty: there is none.
     """
 
     artifact: ModelArtifact
+    hand_off: str = ""
 
     async def examine(self, origin: HttpOrigin) -> ServerFacts:
         """Return the properties of a llama-server that has all that Baton needs."""
@@ -221,8 +224,8 @@ class LlamaServers:
         """Return no endpoints: llama-server has no KV events."""
         return ()
 
-    def describe(self, facts: ServerFacts) -> tuple[str, KvGeometry]:
-        """Return the numerics id of its worker, and the shape of its cache."""
+    def describe(self, facts: ServerFacts) -> EngineDescription:
+        """Return the properties with which its worker is registered."""
         config = self.artifact.config
         geometry = KvGeometry(
             num_layers=config.num_layers,
@@ -231,7 +234,7 @@ class LlamaServers:
             num_blocks=facts.blocks,
             dtype="fp16",
         )
-        return f"{facts.engine}/{facts.model}", geometry
+        return EngineDescription(f"{facts.engine}/{facts.model}", geometry)
 
     def engine(
         self,

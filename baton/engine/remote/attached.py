@@ -7,7 +7,7 @@ another worker. The server is examined at once, and its worker leaves if it is g
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -55,12 +55,31 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     started: str = ""
 
 
+class EngineDescription(NamedTuple):
+    """Properties with which the worker of a server is registered.
+
+    Attributes:
+        geometry: Shape of the server's cache.
+        hand_off: What two workers must share to hand KV over; empty: they cannot.
+    """
+
+    numerics_id: str
+    geometry: KvGeometry
+    hand_off: str = ""
+
+
 class ServerKind(Protocol):
     """Servers of one kind with one model.
 
     Attributes:
         artifact: The model, without its weights.
+        hand_off: Way of KV between the servers; empty: none.
     """
+
+    @property
+    def hand_off(self) -> str:
+        """Way of KV between the servers; empty: none."""
+        ...
 
     @property
     def artifact(self) -> ModelArtifact:
@@ -80,8 +99,8 @@ class ServerKind(Protocol):
         """Return the endpoints of its KV events at the default ports, if it has any."""
         ...
 
-    def describe(self, facts: ServerFacts) -> tuple[str, KvGeometry]:
-        """Return the numerics id of its worker, and the shape of its cache."""
+    def describe(self, facts: ServerFacts) -> EngineDescription:
+        """Return the properties with which its worker is registered."""
         ...
 
     def engine(
@@ -193,13 +212,21 @@ class AttachedEngine(RemoteEngine):
                 break
         return checked
 
+    def _recovers(self, request: LiveRequest, why: str) -> bool:
+        """Return whether the request continues here in another way."""
+        return False
+
     def _on_lost(self, request: LiveRequest, why: str) -> None:
         self._suspect()
+        if self._recovers(request, why):
+            return
         self._end_failed(request, UnavailableError(why))
 
     async def _on_failure(self, request: LiveRequest, error: BatonError) -> None:
         if isinstance(error, InvalidRequestError):
             self._end_failed(request, error)
+            return
+        if self._recovers(request, error.message):
             return
         self._suspect()
         self._failures += 1

@@ -12,24 +12,26 @@ from functools import partial
 
 import msgspec
 
+from baton.engine.core.sequence import RequestSpec
 from baton.engine.remote.attached import (
     AttachedEngine,
     Endpoints,
+    EngineDescription,
     ServerFacts,
     ServerWatch,
     UnfitServerError,
 )
 from baton.engine.remote.cached_prefixes import ApproximatePrefixes, CachedPrefixes
 from baton.engine.remote.http import HttpOrigin, StatusError
-from baton.engine.remote.live_request import LiveRequest, Parameters
+from baton.engine.remote.live_request import LiveRequest
 from baton.engine.vllm import protocol
 from baton.engine.vllm.control import VllmControl, log
 from baton.engine.vllm.engine import VllmEngine, VllmParts
-from baton.engine.vllm.facts import VllmFacts
+from baton.engine.vllm.facts import VllmFacts, hand_off_id
 from baton.engine.vllm.hand_off_nixl import NixlHandOff
 from baton.model.artifact import ModelArtifact
 from baton.types.errors import BatonError, InvalidRequestError, UnavailableError
-from baton.types.geometry import BLOCK_TOKENS, KvGeometry
+from baton.types.geometry import BLOCK_TOKENS
 
 _ANSWER_S = 5.0
 _CHECK_S = 30.0  # for one token, the queue of a busy server included
@@ -153,13 +155,16 @@ def _number(origin: HttpOrigin, labels: dict[str, str], name: str) -> int:
     return int(value)
 
 
-async def examine(origin: HttpOrigin, names: Sequence[str], *, adapters: bool) -> ServerFacts:
+async def examine(
+    origin: HttpOrigin, names: Sequence[str], *, adapters: bool, hand_off: str = ""
+) -> ServerFacts:
     """Return the properties of a vLLM that has all that Baton needs, and that computes a token.
 
     Args:
         origin: The server.
         names: Names of the model that it must serve.
         adapters: Whether it must serve LoRA adapters.
+        hand_off: Way in which it must hand KV over; empty: it need not.
 
     Raises:
         UnavailableError: It does not respond, or is not healthy.
@@ -182,7 +187,7 @@ async def examine(origin: HttpOrigin, names: Sequence[str], *, adapters: bool) -
             f"{origin.name} loads no LoRA adapters: start its `vllm serve` with `--enable-lora` "
             "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set `adapters: {max_loaded: 0}`"
         )
-    await _check_token(origin, facts)
+    await _check_token(origin, facts, hands_over=bool(hand_off))
     return facts
 
 
@@ -194,17 +199,24 @@ async def _serves(origin: HttpOrigin, target: str) -> bool:
     return status != 404
 
 
-async def _check_token(origin: HttpOrigin, facts: ServerFacts) -> None:
-    """Let the server compute a token, and check that it reports cached tokens."""
+async def _check_token(origin: HttpOrigin, facts: ServerFacts, *, hands_over: bool) -> None:
+    """Let the server compute a token, and check what it reports."""
     body = {
         "token_ids": list(range(_CHECKED_TOKENS)),
         "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
         "cache_salt": os.urandom(16).hex(),
         "model": facts.model,
+        **({"kv_transfer_params": {"do_remote_decode": True}} if hands_over else {}),
     }
     raw = await origin.fetch("POST", protocol.GENERATE, _CHECK_S, msgspec.json.encode(body))
     chunk = protocol.read_chunk(raw)
     protocol.first_token(chunk, None)
+    if hands_over and not (chunk.kv_transfer_params or {}).get("remote_block_ids"):
+        raise UnfitServerError(
+            f"{origin.name} hands over no KV: add `--kv-transfer-config "
+            """'{"kv_connector":"NixlConnector","kv_role":"kv_both"}'` to its `vllm serve`, """
+            "or remove `hand_off`"
+        )
     if chunk.cached_tokens is None:
         raise UnfitServerError(
             f"{origin.name} reports no cached tokens: add `--enable-prompt-tokens-details` to its "
@@ -235,7 +247,7 @@ async def _publishes(host: str, port: int) -> bool:
     return greeting[0] == 0xFF and greeting[-1] == 0x7F
 
 
-def numerics_of(facts: ServerFacts) -> VllmFacts:
+def numerics_of(facts: ServerFacts, hand_off: str) -> VllmFacts:
     """Return the properties with which workers describe an attached vLLM."""
     blocks = facts.blocks or -(-facts.max_context_tokens // facts.block_tokens)
     return VllmFacts(
@@ -248,6 +260,7 @@ def numerics_of(facts: ServerFacts) -> VllmFacts:
         attention="attached",
         width=1,
         step_tokens=0,
+        hand_off=hand_off_id(hand_off, facts.block_tokens),
     )
 
 
@@ -264,18 +277,24 @@ class AttachedVllm(AttachedEngine, VllmEngine):
     ) -> None:
         self._watch = ServerWatch(origin, partial(read_facts, origin, model.names), facts)
         self._name = msgspec.json.encode(facts.model)
-        own = numerics_of(facts)
+        own = numerics_of(facts, model.hand_off)
         prefixes = _prefixes(facts, own, endpoints, send)
         control = _AttachedControl(origin, self._watch)
         parts = VllmParts(origin, control, prefixes, NixlHandOff(facts.block_tokens))
         super().__init__(send, parts, own, model.artifact.config, model.max_adapters)
 
-    def _body(self, request: LiveRequest, choice: int, parameters: Parameters | None) -> bytes:
+    def _named(self, body: bytes, spec: RequestSpec) -> bytes:
         """Return a body that a server of another model refuses."""
-        body = super()._body(request, choice, parameters)
-        if request.spec.adapter is not None:
+        if spec.adapter is not None:
             return body  # which has its name
         return b'{"model":' + self._name + b"," + body[1:]
+
+    def _recovers(self, request: LiveRequest, why: str) -> bool:
+        """Let another server hand the KV over, or compute the prompt, if a load has failed."""
+        if not request.loading:
+            return False
+        self._load_failed(request, why)
+        return True
 
     def _suspect(self) -> None:
         self._watch.suspect()
@@ -296,24 +315,27 @@ class VllmServers:
         names: Names of the model, the first one for messages.
         artifact: The model, without its weights.
         max_adapters: LoRA adapters that a server loads at most; 0: none.
+        hand_off: Way of KV between the servers, ``nixl``; empty: none.
     """
 
     names: Sequence[str]
     artifact: ModelArtifact
     max_adapters: int = 0
+    hand_off: str = ""
 
     async def examine(self, origin: HttpOrigin) -> ServerFacts:
         """Return the properties of a vLLM that has all that Baton needs."""
-        return await examine(origin, self.names, adapters=self.max_adapters > 0)
+        wants_adapters = self.max_adapters > 0
+        return await examine(origin, self.names, adapters=wants_adapters, hand_off=self.hand_off)
 
     async def default_events(self, host: str, facts: ServerFacts) -> Endpoints:
         """Return the endpoints of KV events at vLLM's default ports, if all ranks have theirs."""
         return await default_events(host, facts)
 
-    def describe(self, facts: ServerFacts) -> tuple[str, KvGeometry]:
-        """Return the numerics id of its worker, and the shape of its cache."""
-        own = numerics_of(facts)
-        return own.numerics_id, own.geometry(self.artifact)
+    def describe(self, facts: ServerFacts) -> EngineDescription:
+        """Return the properties with which its worker is registered."""
+        own = numerics_of(facts, self.hand_off)
+        return EngineDescription(own.numerics_id, own.geometry(self.artifact), own.hand_off)
 
     def engine(
         self,

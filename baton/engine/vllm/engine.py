@@ -74,9 +74,14 @@ class VllmEngine(RemoteEngine):
 
     def _body(self, request: LiveRequest, choice: int, parameters: Parameters | None) -> bytes:
         request_id = request.submit.request_id
-        return protocol.generate_body(
+        body = protocol.generate_body(
             request_id, request.prompt, request.spec, choice, self._eos, parameters
         )
+        return self._named(body, request.spec)
+
+    def _named(self, body: bytes, spec: RequestSpec) -> bytes:
+        """Return a body with the name of the model, if that may be another one."""
+        return body
 
     def _reader(self, request: LiveRequest, choice: int) -> ChoiceStream:
         return ChoiceStream(request.submit.request_id, choice, request.spec, self._eos)
@@ -240,6 +245,7 @@ class VllmEngine(RemoteEngine):
         spec = request.spec
         wanted = self._hand_off.to_save(request, choice) if spec.params.max_tokens > 1 else None
         body = protocol.prefill_body(request_id, request.prompt, spec, choice, self._eos, wanted)
+        body = self._named(body, spec)
         parts: list[bytes] = []
         complete = await self._exchange(request, choice, body, parts.append)
         response = b"".join(parts)
