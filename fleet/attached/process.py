@@ -5,6 +5,7 @@ signal, once other workers have resumed the requests of its servers.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -19,6 +20,8 @@ from baton.config.fleet_file import FleetConfig
 from baton.engine.parent import die_with_parent
 from baton.engine.vllm.attached import AttachedModel
 from baton.model.artifact import ModelArtifact, resolve_model
+from baton.registry.admin_commands import AdminCommands, CommandReply
+from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import worker_name
 from baton.telemetry.logs import set_up_logs
 from baton.telemetry.tasks import BackgroundTasks
@@ -33,6 +36,11 @@ _LOG = logging.getLogger(__name__)
 
 POLL_S = 2.0
 _LINE_BYTES = 16 << 20
+_COMMANDS_S = 0.5
+_NO_COMMANDS = (
+    "the workers of this fleet are attached servers: change their list, in which `drain: true` "
+    "drains one"
+)
 _LIVES = 1000  # of a worker's life in one process, as epochs only grow
 
 
@@ -124,6 +132,17 @@ class LaneServers:
                 self._apply(entries)
             await asyncio.sleep(POLL_S)
 
+    async def refuse_commands(self) -> None:
+        """Answer admin commands, which a controller executes in other fleets."""
+        registry = Registry(self._settings.redis_url, self._config.fleet)
+        commands = AdminCommands(registry)
+        while True:
+            with contextlib.suppress(RegistryUnavailableError):
+                while (command := await commands.take()) is not None:
+                    problem = "" if command.verb == "ping" else _NO_COMMANDS
+                    await commands.answer(command, CommandReply(problem))
+            await asyncio.sleep(_COMMANDS_S)
+
     async def leave(self, *, at_once: bool) -> None:
         """Drain all servers, and wait until their workers have ended."""
         for one in self._attachments.values():
@@ -201,6 +220,7 @@ async def serve(settings: AttachedSettings) -> int:
     config = FleetConfig.model_validate_json(settings.config_json)
     lanes = [await _lane(one, settings, tasks) for one in config.lanes]
     following = [tasks.keep(one.follow, "servers") for one in lanes]
+    following += [tasks.keep(one.refuse_commands, "admin commands") for one in lanes]
     following.append(tasks.keep(partial(_follow_file, lanes), "configuration"))
     await stopping.wait()
     for task in following:
