@@ -13,8 +13,6 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
-import msgspec
-
 from baton.engine.process.handle import EngineHandle
 from baton.engine.process.link import InnerLink
 from baton.engine.process.messages import Ready
@@ -197,8 +195,3 @@ def _ready(facts: ServerFacts, model: AttachedModel) -> Ready:
         load_s=0.0,
         hand_off=own.hand_off,
     )
-
-
-def with_label(settings: WorkerSettings, label: str) -> WorkerSettings:
-    """Return the settings of the worker of a server: no KV moves, and lists show its label."""
-    return msgspec.structs.replace(settings, label=label, transports=("grpc",))

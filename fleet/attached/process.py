@@ -1,6 +1,6 @@
 """The process of all attached servers: ``python -m fleet.attached.process``, settings on its input.
 
-It prints a line of JSON whenever the phase of a server changes (`ServerSlot`), and ends after a
+It prints a line of JSON whenever the phase of a server changes, and ends after a
 signal, once other workers have resumed the requests of its servers.
 """
 
@@ -27,8 +27,8 @@ from baton.telemetry.logs import set_up_logs
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.lanes import worker_prefix
 from baton.wire.process_end import exit_process
-from fleet.attached.attachment import Attachment, with_label
-from fleet.attached.sources import ServerEntry, ServerSource, names_of, source_of
+from fleet.attached.attachment import Attachment
+from fleet.attached.sources import ServerEntry, ServerSource, names_of
 from fleet.pools.resources import worker_settings
 from fleet.worker.settings import WorkerSettings
 
@@ -59,16 +59,6 @@ class AttachedSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     log_dir: str
     number: int = 0
-
-
-class ServerSlot(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a server, as the supervisor shows it."""
-
-    worker_id: str
-    phase: str
-    epoch: int
-    reason: str
-    node: str
 
 
 class LaneServers:
@@ -104,19 +94,6 @@ class LaneServers:
         """Follow another source. Other settings hold for workers that begin from now on."""
         self._config = config
         self._source = source
-
-    def slots(self) -> list[ServerSlot]:
-        """Return the state of all servers."""
-        return [
-            ServerSlot(
-                worker_id=self._worker_id(name),
-                phase=one.phase,
-                epoch=one.epoch,
-                reason=one.reason,
-                node=one.entry.label,
-            )
-            for name, one in self._attachments.items()
-        ]
 
     async def follow(self) -> None:
         """Read the source for ever, and attach and drain servers as it changes."""
@@ -185,7 +162,7 @@ class LaneServers:
 
     def _worker(self, name: str, entry: ServerEntry, life: int) -> WorkerSettings:
         """Return the settings of a worker's life."""
-        settings = worker_settings(
+        fields = worker_settings(
             self._config,
             worker_id=self._worker_id(name),
             role=entry.role,
@@ -196,12 +173,22 @@ class LaneServers:
             host=self._settings.host,
             log_dir=self._settings.log_dir,
         )
-        return with_label(msgspec.convert(settings, WorkerSettings), entry.label)
+        fields |= {"label": entry.label, "transports": ["grpc"]}
+        return msgspec.convert(fields, WorkerSettings)
 
     def _report(self) -> None:
-        """Print the state of all servers of this lane."""
-        line = msgspec.json.encode({self._config.fleet: self.slots()})
-        sys.stdout.write(line.decode() + "\n")
+        """Print the state of all servers of this lane, as the supervisor shows it."""
+        slots = [
+            {
+                "worker_id": self._worker_id(name),
+                "phase": one.phase,
+                "epoch": one.epoch,
+                "reason": one.reason,
+                "node": one.entry.label,
+            }
+            for name, one in self._attachments.items()
+        ]
+        sys.stdout.write(msgspec.json.encode({self._config.fleet: slots}).decode() + "\n")
         sys.stdout.flush()
 
 
@@ -244,7 +231,7 @@ async def _follow_file(lanes: Sequence[LaneServers]) -> None:
         config = FleetConfig.model_validate_json(line)
         for lane, one in zip(lanes, config.lanes, strict=True):
             if one.pools.servers is not None:
-                lane.change(one, source_of(one.pools.servers))
+                lane.change(one, ServerSource(one.pools.servers))
 
 
 async def _lane(
@@ -255,7 +242,7 @@ async def _lane(
         raise ValueError(f"{config.fleet}: pools.vllm has no `servers`")
     find = partial(resolve_model, config.model, allow_unsupported=True, with_weights=False)
     artifact = await asyncio.get_running_loop().run_in_executor(None, find)
-    return LaneServers(config, artifact, source_of(servers), settings, tasks)
+    return LaneServers(config, artifact, ServerSource(servers), settings, tasks)
 
 
 def _first_line() -> bytes:

@@ -6,7 +6,7 @@ from baton.config.fleet_file import FleetConfig
 from baton.engine.remote.http import HttpOrigin
 from baton.engine.vllm.attached import default_events, examine
 from baton.types.errors import BatonError
-from fleet.attached.sources import ServerEntry, names_of, source_of
+from fleet.attached.sources import ServerEntry, ServerSource, names_of
 from fleet.local.checks.preflight import Finding
 
 
@@ -19,7 +19,7 @@ async def _of_lane(config: FleetConfig) -> list[Finding]:
     if config.pools.servers is None:
         return []
     try:
-        entries = await source_of(config.pools.servers).read()
+        entries = await ServerSource(config.pools.servers).read()
     except (OSError, ValueError) as error:
         return [Finding("servers", False, str(error))]
     if not entries:
