@@ -13,8 +13,6 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
-import msgspec
-
 from baton.engine.process.handle import EngineHandle
 from baton.engine.process.link import InnerLink
 from baton.engine.process.messages import Ready
@@ -185,8 +183,3 @@ class Attachment:
             self.phase = phase
             self.reason = reason
             self._changed()
-
-
-def with_label(settings: WorkerSettings, label: str) -> WorkerSettings:
-    """Return the settings of the worker of a server: no KV moves, and lists show its label."""
-    return msgspec.structs.replace(settings, label=label, transports=("grpc",))

@@ -1,10 +1,11 @@
 """The process of all attached servers: ``python -m fleet.attached.process``, settings on its input.
 
-It prints a line of JSON whenever the phase of a server changes (`ServerSlot`), and ends after a
+It prints a line of JSON whenever the phase of a server changes, and ends after a
 signal, once other workers have resumed the requests of its servers.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -18,14 +19,16 @@ import msgspec
 from baton.config.fleet_file import FleetConfig
 from baton.engine.parent import die_with_parent
 from baton.engine.remote.attached import ServerKind
+from baton.registry.admin_commands import AdminCommands, CommandReply
+from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import worker_name
 from baton.telemetry.logs import set_up_logs
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.lanes import worker_prefix
 from baton.wire.process_end import exit_process
-from fleet.attached.attachment import Attachment, with_label
+from fleet.attached.attachment import Attachment
 from fleet.attached.kinds import kind_of
-from fleet.attached.sources import ServerEntry, ServerSource, source_of
+from fleet.attached.sources import ServerEntry, ServerSource
 from fleet.pools.resources import worker_settings
 from fleet.worker.settings import WorkerSettings
 
@@ -33,6 +36,11 @@ _LOG = logging.getLogger(__name__)
 
 POLL_S = 2.0
 _LINE_BYTES = 16 << 20
+_COMMANDS_S = 0.5
+_NO_COMMANDS = (
+    "the workers of this fleet are attached servers: change their list, in which `drain: true` "
+    "drains one"
+)
 _LIVES = 1000  # of a worker's life in one process, as epochs only grow
 
 
@@ -51,16 +59,6 @@ class AttachedSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     log_dir: str
     number: int = 0
-
-
-class ServerSlot(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a server, as the supervisor shows it."""
-
-    worker_id: str
-    phase: str
-    epoch: int
-    reason: str
-    node: str
 
 
 class LaneServers:
@@ -97,19 +95,6 @@ class LaneServers:
         self._config = config
         self._source = source
 
-    def slots(self) -> list[ServerSlot]:
-        """Return the state of all servers."""
-        return [
-            ServerSlot(
-                worker_id=self._worker_id(name),
-                phase=one.phase,
-                epoch=one.epoch,
-                reason=one.reason,
-                node=one.entry.label,
-            )
-            for name, one in self._attachments.items()
-        ]
-
     async def follow(self) -> None:
         """Read the source for ever, and attach and drain servers as it changes."""
         while True:
@@ -123,6 +108,17 @@ class LaneServers:
             else:
                 self._apply(entries)
             await asyncio.sleep(POLL_S)
+
+    async def refuse_commands(self) -> None:
+        """Answer admin commands, which a controller executes in other fleets."""
+        registry = Registry(self._settings.redis_url, self._config.fleet)
+        commands = AdminCommands(registry)
+        while True:
+            with contextlib.suppress(RegistryUnavailableError):
+                while (command := await commands.take()) is not None:
+                    problem = "" if command.verb == "ping" else _NO_COMMANDS
+                    await commands.answer(command, CommandReply(problem))
+            await asyncio.sleep(_COMMANDS_S)
 
     async def leave(self, *, at_once: bool) -> None:
         """Drain all servers, and wait until their workers have ended."""
@@ -163,7 +159,7 @@ class LaneServers:
 
     def _worker(self, name: str, entry: ServerEntry, life: int) -> WorkerSettings:
         """Return the settings of a worker's life."""
-        settings = worker_settings(
+        fields = worker_settings(
             self._config,
             worker_id=self._worker_id(name),
             role=entry.role,
@@ -174,12 +170,22 @@ class LaneServers:
             host=self._settings.host,
             log_dir=self._settings.log_dir,
         )
-        return with_label(msgspec.convert(settings, WorkerSettings), entry.label)
+        fields |= {"label": entry.label, "transports": ["grpc"]}
+        return msgspec.convert(fields, WorkerSettings)
 
     def _report(self) -> None:
-        """Print the state of all servers of this lane."""
-        line = msgspec.json.encode({self._config.fleet: self.slots()})
-        sys.stdout.write(line.decode() + "\n")
+        """Print the state of all servers of this lane, as the supervisor shows it."""
+        slots = [
+            {
+                "worker_id": self._worker_id(name),
+                "phase": one.phase,
+                "epoch": one.epoch,
+                "reason": one.reason,
+                "node": one.entry.label,
+            }
+            for name, one in self._attachments.items()
+        ]
+        sys.stdout.write(msgspec.json.encode({self._config.fleet: slots}).decode() + "\n")
         sys.stdout.flush()
 
 
@@ -198,6 +204,7 @@ async def serve(settings: AttachedSettings) -> int:
     config = FleetConfig.model_validate_json(settings.config_json)
     lanes = [await _lane(one, settings, tasks) for one in config.lanes]
     following = [tasks.keep(one.follow, "servers") for one in lanes]
+    following += [tasks.keep(one.refuse_commands, "admin commands") for one in lanes]
     following.append(tasks.keep(partial(_follow_file, lanes), "configuration"))
     await stopping.wait()
     for task in following:
@@ -221,7 +228,7 @@ async def _follow_file(lanes: Sequence[LaneServers]) -> None:
         config = FleetConfig.model_validate_json(line)
         for lane, one in zip(lanes, config.lanes, strict=True):
             if one.pools.servers is not None:
-                lane.change(one, source_of(one.pools.servers))
+                lane.change(one, ServerSource(one.pools.servers))
 
 
 async def _lane(
@@ -231,7 +238,7 @@ async def _lane(
     if servers is None:
         raise ValueError(f"{config.fleet}: there are no `servers`")
     kind = await asyncio.get_running_loop().run_in_executor(None, kind_of, config)
-    return LaneServers(config, kind, source_of(servers), settings, tasks)
+    return LaneServers(config, kind, ServerSource(servers), settings, tasks)
 
 
 def _first_line() -> bytes:

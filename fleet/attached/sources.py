@@ -4,7 +4,6 @@ import asyncio
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -49,71 +48,43 @@ class ServerEntry(msgspec.Struct, frozen=True, kw_only=True):
         return self.address or urlsplit(self.url).hostname or ""
 
 
-class ServerSource(Protocol):
-    """Source of servers, which is read every few seconds."""
-
-    async def read(self) -> Sequence[ServerEntry]:
-        """Return the present servers.
-
-        Raises:
-            OSError, ValueError: The source cannot be read; the servers stay as they are.
-        """
-        ...
-
-
-def source_of(config: AttachedServers) -> ServerSource:
-    """Return the source that a fleet file names.
+class ServerSource:
+    """Source of servers, which is read every few seconds.
 
     Raises:
         OSError, ValueError: Its file cannot be used.
     """
-    if config.dns is not None:
-        return DnsSource(config.dns)
-    if config.file is not None:
-        return FileSource(config.file)
-    return ListSource(config.list or ())
 
-
-class ListSource(ServerSource):
-    """Servers of the fleet file itself."""
-
-    def __init__(self, servers: Sequence[AttachedServer]) -> None:
-        self._servers = servers
+    def __init__(self, config: AttachedServers) -> None:
+        self._servers = config.list or ()
+        self._dns = config.dns
+        self._file: WatchedFiles[tuple[AttachedServer, ...]] | None = None
+        if (file := config.file) is not None:
+            self._file = WatchedFiles((file,), lambda: read_servers(file))
 
     async def read(self) -> Sequence[ServerEntry]:
-        """Return the servers of the list."""
-        return [entry_of(server) for server in self._servers]
+        """Return the present servers. A wrong file leaves the last good list in use.
+
+        Raises:
+            OSError, ValueError: The source cannot be read; the servers stay as they are.
+        """
+        if self._dns is not None:
+            return [entry_of(self._dns, address) for address in await _addresses(self._dns)]
+        servers = self._servers if self._file is None else self._file.current
+        return [entry_of(server) for server in servers]
 
 
-class FileSource(ServerSource):
-    """Servers of a YAML file with a list; a wrong file leaves the last good list in use."""
-
-    def __init__(self, file: str) -> None:
-        self._servers = WatchedFiles((file,), lambda: read_servers(file))
-
-    async def read(self) -> Sequence[ServerEntry]:
-        """Return the servers, read again if the file has changed."""
-        return [entry_of(server) for server in self._servers.current]
-
-
-class DnsSource(ServerSource):
-    """Servers at all addresses of one host name."""
-
-    def __init__(self, server: AttachedServer) -> None:
-        self._server = server
-
-    async def read(self) -> Sequence[ServerEntry]:
-        """Return a server for each address that the name has now."""
-        host = urlsplit(self._server.url).hostname
-        loop = asyncio.get_running_loop()
-        try:
-            found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except socket.gaierror as error:
-            if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", None)):
-                return []  # a headless service without ready pods
-            raise
-        addresses = sorted({str(address[4][0]) for address in found})
-        return [entry_of(self._server, address) for address in addresses]
+async def _addresses(server: AttachedServer) -> list[str]:
+    """Return the addresses that a server's host name has now."""
+    host = urlsplit(server.url).hostname
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", None)):
+            return []  # a headless service without ready pods
+        raise
+    return sorted({str(address[4][0]) for address in found})
 
 
 def read_servers(file: str) -> tuple[AttachedServer, ...]:

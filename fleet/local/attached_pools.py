@@ -13,7 +13,7 @@ import msgspec
 
 from baton.config.fleet_file import FleetConfig
 from fleet.attached.process import AttachedSettings
-from fleet.attached.sources import source_of
+from fleet.attached.sources import ServerSource
 from fleet.local.subprocesses import die_with_parent
 from fleet.pools.resources import ControllerSpec, exit_reason
 from fleet.private_logs import open_log
@@ -42,10 +42,6 @@ class AttachedPools:
         known = self.slots()
         return bool(known) and all(slot["phase"] != "starting" for slot in known)
 
-    @adopted.setter
-    def adopted(self, value: bool) -> None:
-        """Do nothing: nothing outlives this process."""
-
     @property
     def refusal(self) -> str:
         """Needs that all servers lack; empty if one of them can be used, or may be later."""
@@ -61,7 +57,7 @@ class AttachedPools:
         """
         for lane in self._config.lanes:
             if lane.pools.servers is not None:
-                source_of(lane.pools.servers)
+                ServerSource(lane.pools.servers)
         self._launch(
             AttachedSettings(
                 config_json=spec.config_json,

@@ -38,7 +38,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ports: str = ""  # allowed range FIRST-LAST; empty: the kernel chooses
     fault_injection: str = ""  # damages frames on purpose, see kvtransfer.fault_injection
     transports: tuple[str, ...] = ()  # offered besides gRPC; empty: all
-    label: str = ""  # name of its host in lists; empty: the name of this host
+    label: str = ""  # name of the attached server; empty: the worker has its own engine
     probe_s: float = PROBE_S
     idle_sleep_s: float = 0.0  # time without requests before the worker sleeps; 0: never
     trust: TrustRules = TrustRules()  # checked before the engine loads the model

@@ -95,7 +95,9 @@ class Worker:
         self._vital(self._watch_engine(), "engine")
         self._vital(self._watch_quarantine(), "quarantine")
         erasures = Erasures(parts.registry.of_whole_fleet())
-        self._vital(erase_forever(parts.engine, erasures, settings.worker_id), "erasure")
+        earlier = not settings.label  # an attached server's whole cache would be reset
+        erasing = erase_forever(parts.engine, erasures, settings.worker_id, earlier=earlier)
+        self._vital(erasing, "erasure")
         probe = _probe(settings, parts.engine)
         if settings.probe_s:
             self._vital(self._watch_probe(probe), "probe")

@@ -11,7 +11,7 @@ A server that sends KV events is known exactly. For others the own requests are 
 
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from baton.engine.remote.live_request import LiveRequest
 from baton.types.block_hashes import block_hashes
@@ -22,24 +22,21 @@ Work = tuple[Coroutine[Any, Any, None], str]
 """Task to run as long as the engine, and its name."""
 
 
-class CachedPrefixes(Protocol):
-    """Blocks that a server has cached, by Baton's hashes.
-
-    Attributes:
-        held_blocks: Number of these blocks.
-    """
+class CachedPrefixes:
+    """Blocks that a server has cached, by Baton's hashes."""
 
     @property
     def held_blocks(self) -> int:
         """Number of Baton's blocks that are cached."""
+        raise NotImplementedError
 
     def works(self) -> list[Work]:
         """Return the tasks that keep this up to date."""
-        ...
+        return []
 
     def cached_tokens(self, hashes: Sequence[bytes]) -> int:
         """Return the cached tokens of a prompt with these block hashes."""
-        ...
+        raise NotImplementedError
 
     def sent(self, request: LiveRequest) -> None:
         """Note that a prompt was sent to the server."""
@@ -77,10 +74,6 @@ class ApproximatePrefixes(CachedPrefixes):
         """Number of Baton's blocks that are cached."""
         return len(self._used)
 
-    def works(self) -> list[Work]:
-        """Return no tasks: requests are enough."""
-        return []
-
     def cached_tokens(self, hashes: Sequence[bytes]) -> int:
         """Return the cached tokens of a prompt with these block hashes, in whole blocks."""
         return self._whole(_known(hashes, self._used))
@@ -109,20 +102,12 @@ class ApproximatePrefixes(CachedPrefixes):
         whole = [*hashes, *block_hashes(parent, behind[:-1])]  # the last one is not computed
         self._change(whole[: self._whole(len(whole)) // BLOCK_TOKENS])
 
-    def clear(self) -> None:
-        """Forget all blocks."""
-        removed = tuple(self._used)
-        self._used.clear()
-        if removed:
-            self._on_change(CacheChanged((), removed))
-
     def disable(self) -> None:
         """Forget all blocks, and remember none from now on."""
         self._most = 0
-        self.clear()
-
-    def close(self) -> None:
-        """Do nothing: nothing is open."""
+        removed = tuple(self._used)
+        self._used.clear()
+        self._report([], removed)
 
     def _whole(self, blocks: int) -> int:
         """Return the tokens of the server's whole blocks in the first of Baton's blocks."""

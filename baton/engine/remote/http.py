@@ -144,7 +144,7 @@ class HttpOrigin:
             server_name=join_address(host, port) if not is_tls else host,
             prefix=parts.path.rstrip("/"),
             key=key,
-            tls=_trusting() if is_tls else None,
+            tls=trusted_context() if is_tls else None,
         )
 
     def request_bytes(self, method: str, target: str, body: bytes = b"") -> bytes:
@@ -244,6 +244,6 @@ async def _begin_at_socket(
 
 
 @cache
-def _trusting() -> ssl.SSLContext:
+def trusted_context() -> ssl.SSLContext:
     """Return the context of this host's CAs, and of those in ``SSL_CERT_FILE``."""
     return ssl.create_default_context()

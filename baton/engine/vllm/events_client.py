@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from baton.engine.remote.cached_prefixes import CachedPrefixes, Work
-from baton.engine.remote.live_request import LiveRequest
 from baton.engine.vllm.kv_events import REPLAY_END, CachedBlocks, EventOrder
 from baton.types.errors import InternalError
 from baton.types.events import CacheChanged
@@ -149,15 +148,6 @@ class EventPrefixes(CachedPrefixes):
         """Return the most tokens of a prompt that a rank has cached."""
         size = self._block_tokens
         return max(client.cached.cached_tokens(hashes, size) for client in self._clients)
-
-    def sent(self, request: LiveRequest) -> None:
-        """Do nothing: events are exact."""
-
-    def computed(self, request: LiveRequest) -> None:
-        """Do nothing: events follow."""
-
-    def responded(self, request: LiveRequest, choice: int, cached_tokens: int | None) -> None:
-        """Do nothing: events follow."""
 
     def close(self) -> None:
         """Free the sockets."""

@@ -8,7 +8,7 @@ from baton.engine.remote.http import HttpOrigin
 from baton.model.model_config import ModelError
 from baton.types.errors import BatonError
 from fleet.attached.kinds import kind_of
-from fleet.attached.sources import ServerEntry, source_of
+from fleet.attached.sources import ServerEntry, ServerSource
 from fleet.local.checks.preflight import Finding
 
 
@@ -21,7 +21,7 @@ async def _of_lane(config: FleetConfig) -> list[Finding]:
     if config.pools.servers is None:
         return []
     try:
-        entries = await source_of(config.pools.servers).read()
+        entries = await ServerSource(config.pools.servers).read()
         kind = await asyncio.to_thread(kind_of, config)
     except (OSError, ValueError, ModelError) as error:
         return [Finding("servers", False, str(error))]

@@ -73,6 +73,9 @@ def test_servers_come_and_go_with_their_file(thread: ServerThread, tmp_path: Pat
         wait_for(lambda: fleet.ready() == {"rack-1"}, 10)
         shown = baton(fleet, "status")
         assert "rack-1" in shown.stdout
+        refused = baton(fleet, "drain", "worker-0")
+        assert refused.returncode == 1
+        assert "`drain: true`" in refused.stderr
     finally:
         fleet.close()
 

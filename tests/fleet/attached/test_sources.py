@@ -7,7 +7,7 @@ import pytest
 
 from baton.config.attached import AttachedServers
 from baton.config.load import ConfigError, load_config
-from fleet.attached.sources import DnsSource, FileSource, ServerEntry, read_servers, source_of
+from fleet.attached.sources import ServerEntry, ServerSource, read_servers
 
 URL = "http://gpu-1:8000"
 
@@ -17,7 +17,7 @@ def servers_of(value: object) -> AttachedServers:
 
 
 async def entries(value: object) -> list[ServerEntry]:
-    return list(await source_of(servers_of(value)).read())
+    return list(await ServerSource(servers_of(value)).read())
 
 
 async def test_a_list_has_urls_or_mappings(tmp_path: Path) -> None:
@@ -51,8 +51,7 @@ async def test_a_name_without_addresses_has_no_servers() -> None:
 async def test_a_changed_file_is_read_again_and_a_wrong_one_is_not_used(tmp_path: Path) -> None:
     file = tmp_path / "servers.yaml"
     file.write_text(f"servers: [{URL}]\n")
-    source = source_of(servers_of({"file": str(file)}))
-    assert isinstance(source, FileSource)
+    source = ServerSource(servers_of({"file": str(file)}))
     assert [entry.url for entry in await source.read()] == [URL]
     file.write_text(f"servers: [{URL}, http://gpu-2:8000]\n")
     assert len(await source.read()) == 2
@@ -111,4 +110,3 @@ def test_a_fleet_of_servers_needs_four_lines(tmp_path: Path) -> None:
     again = type(config).model_validate_json(config.to_json())
     assert again.pools.servers == config.pools.servers
     assert config.is_attached
-    assert isinstance(source_of(servers_of({"dns": URL})), DnsSource)
