@@ -122,13 +122,10 @@ def test_the_process_of_the_servers_is_one_and_comes_back(
             response.result()
         fleet.wait_for_servers(*servers)
         assert fleet.complete(4) == expected(4)
+        (attached,) = [c for c in supervisor.children() if "fleet.attached.process" in c.cmdline()]
     finally:
         fleet.close()
-    assert not any("fleet.attached.process" in line for line in command_lines())
-
-
-def command_lines() -> list[str]:
-    return [" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])]
+    assert not attached.is_running()
 
 
 def test_a_fleet_of_unfit_servers_does_not_start(thread: ServerThread, tmp_path: Path) -> None:
