@@ -1,8 +1,10 @@
 """Life of one attached server: examined, then a worker of the fleet until it is gone.
 
-waiting ──healthy──▶ examined ──fits──▶ ready ──gone, replaced or broken──▶ waiting
-└──lacks something──▶ unfit ──(again)──▶ examined
-any ──leaves its source, or `drain`──▶ draining ──▶ left, or parked
+    absent ──healthy──▶ examined ──fits──▶ ready ──gone, replaced or broken──▶ absent
+                            └──lacks something──▶ unfit ──(again)──▶ examined
+    any ──leaves its source, or `drain`──▶ draining ──▶ left
+
+The server itself is never changed.
 """
 
 import asyncio
@@ -84,7 +86,7 @@ class Attachment:
                 self._show("unfit", error.message)
                 await self._pause(_UNFIT_RETRY_S)
             except BatonError as error:
-                self._show("waiting", error.message)
+                self._show("absent", error.message)
                 await self._pause(_RETRY_S)
             except (OSError, ValueError) as error:
                 _LOG.exception("cannot attach server=%s", self.entry.name)
@@ -142,7 +144,7 @@ class Attachment:
         if not self._leaving.is_set():
             why = lost or f"{self.entry.label}: its worker failed; see the log"
             _LOG.warning("lost worker=%s: %s", settings.worker_id, why)
-            self._show("waiting", why)
+            self._show("absent", why)
 
     def _ready(self, facts: ServerFacts) -> Ready:
         own = self._kind.describe(facts)

@@ -34,13 +34,8 @@ class AttachedPools:
         self._started_s = 0.0
         self._slots: dict[str, list[dict[str, Any]]] = {}  # by lane; replaced as a whole
         self._news: list[str] = []
+        self.adopted = False  # the process always starts anew
         self.address = "127.0.0.1"
-
-    @property
-    def adopted(self) -> bool:
-        """True once each server was looked at: one that is down does not delay the start."""
-        known = self.slots()
-        return bool(known) and all(slot["phase"] != "starting" for slot in known)
 
     @property
     def refusal(self) -> str:

@@ -62,6 +62,7 @@ _CONTROLLER_LOST_S = 30.0
 _LOOK_COUNTS_S = 10.0  # at most
 _NAMED = 3  # workers that a line of the start names
 _GIVE_UP_LIVES = 3  # failed starts of a worker after which the fleet's start fails
+_IN_PLACE = ("ready", "parked", "absent", "unfit")  # the last two are of attached servers
 _ANSWER_LIMIT_S = 3.0  # a starting router's socket accepts connections before it responds
 
 
@@ -571,4 +572,4 @@ def _late_workers(slots: list[dict[str, Any]]) -> str:
 
 def _is_late(slot: dict[str, Any]) -> bool:
     """Return whether a worker is not ready, or has yet to be restarted by a rolling restart."""
-    return slot["phase"] not in ("ready", "parked") or slot.get("renewed_later", False)
+    return slot["phase"] not in _IN_PLACE or slot.get("renewed_later", False)

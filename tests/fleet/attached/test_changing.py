@@ -122,10 +122,10 @@ def test_the_process_of_the_servers_is_one_and_comes_back(
             response.result()
         fleet.wait_for_servers(*servers)
         assert fleet.complete(4) == expected(4)
-        (attached,) = [c for c in supervisor.children() if "fleet.attached.process" in c.cmdline()]
+        all_of_them = supervisor.children(recursive=True)
     finally:
         fleet.close()
-    assert not attached.is_running()
+    assert psutil.wait_procs(all_of_them, 5)[1] == []
 
 
 def test_a_fleet_of_unfit_servers_does_not_start(thread: ServerThread, tmp_path: Path) -> None:
@@ -141,7 +141,9 @@ def test_a_running_fleet_takes_a_changed_list(thread: ServerThread, tmp_path: Pa
     try:
         fleet.wait_ready()
         config = json.loads((tmp_path / "fleet.yaml").read_text())
-        config["pools"]["vllm"]["servers"] = [servers[1].url]
+        absent = thread.start(replace(LIKE))
+        absent.stop()
+        config["pools"]["vllm"]["servers"] = [servers[1].url, absent.url]
         (tmp_path / "fleet.yaml").write_text(json.dumps(config))
         done = baton(fleet, "up", str(tmp_path / "fleet.yaml"), "--reconcile")
         assert done.returncode == 0, done.stdout + done.stderr
