@@ -21,6 +21,7 @@ from router.settings import RouterSettings
 _LOG = logging.getLogger(__name__)
 _CUT_CHARACTERS = 2**19  # of any text that is cut, which takes a third of a second
 _CUT_CHARACTERS_PER_TOKEN = 16  # of the context, if that is more
+_SLICE_IDS = 65_536
 
 
 class ServedModel:
@@ -296,7 +297,9 @@ class ServedModel:
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Reject token ids outside the vocabulary, from clients or from the tokenizer."""
-        largest = max(ids, default=0)
+        # in slices, because one call for millions of ids would hold the interpreter
+        slices = (ids[begin : begin + _SLICE_IDS] for begin in range(0, len(ids), _SLICE_IDS))
+        largest = max(map(max, slices), default=0)
         if largest >= self.vocab_size:
             text = self.tokenizer.token_text(largest)
             raise InvalidRequestError.at(

@@ -1,5 +1,7 @@
 """Entries of the audit log about calls."""
 
+import contextlib
+import ipaddress
 from time import monotonic_ns
 from typing import Protocol
 
@@ -52,5 +54,8 @@ def note_refused_login(router: _Parts, request: Request, reason: str) -> None:
 
 
 def source_of(request: Request) -> str:
-    """Return the address of the caller."""
-    return request.client.host if request.client is not None else ""
+    """Return the address of the caller; "unknown" if a proxy's header has none."""
+    host = request.client.host if request.client is not None else ""
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(host)) if host else ""
+    return "unknown"

@@ -152,7 +152,7 @@ class AnyRouter:
         await self.app(scope, receive, own.take)
         if own.status in _MAY_BE_ELSEWHERE:
             headers = Headers(scope=scope)
-            for index in self.siblings.alive:
+            for index in await self.siblings.alive():
                 found = await self.siblings.ask(index, scope["method"], _path_of(scope), headers)
                 if found is not None and found.status_code == 200:
                     own.start["status"] = 200
@@ -174,7 +174,7 @@ class AnyRouter:
             headers = Headers(scope=scope)
             calls = [
                 self.siblings.ask(index, scope["method"], scope["path"], headers, bytes(body))
-                for index in self.siblings.alive
+                for index in await self.siblings.alive()
             ]
             await asyncio.gather(*calls)  # a router that misses it follows within half a second
         await own.send(send)
