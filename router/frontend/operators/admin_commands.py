@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import Request
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from baton.registry.admin_commands import AdminCommands, CommandReply
 from baton.registry.redis_store import RegistryUnavailableError
@@ -50,12 +50,7 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
     async def order(request: Request) -> dict[str, Any]:
         """Send an admin command to the controller and wait for its answer."""
         check_change(request.headers, router.settings)
-        try:
-            body = _CommandBody.model_validate_json(await read_body(request, router))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "body"
-            raise InvalidRequestError.at(where, f"{first['msg']}") from error
+        body = _CommandBody.parse(await read_body(request, router))
         if body.verb in _SUPERVISOR_VERBS:
             raise InvalidRequestError.at("verb", f"{body.verb} is available only to the supervisor")
         who = who_of(request.headers, router.settings)

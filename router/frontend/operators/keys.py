@@ -13,11 +13,11 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import HTTPException, Request
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from baton.config.clients import ApiKeyConfig
 from baton.registry.redis_store import RegistryUnavailableError
@@ -66,7 +66,6 @@ class _Successor(OperatorBody):
     overlap_s: Annotated[float, Field(ge=0, le=_LONGEST_S)]
 
 
-_Body = TypeVar("_Body", bound=OperatorBody)
 
 
 _Check = Callable[[Request], None]
@@ -107,7 +106,7 @@ def _add_issue(api: Endpoints, router: Process, keys: KeyExchange, check: _Check
     async def create(request: Request) -> dict[str, Any]:
         """Issue keys. Those that exist with the same rights are left as they are."""
         check(request)
-        body = _parsed(_NewKeys, await read_body(request, router))
+        body = _NewKeys.parse(await read_body(request, router))
         now_ms = _now_ms()
         for new in body.keys:
             _check_rights(new.rights, router)
@@ -133,7 +132,7 @@ def _add_ends(api: Endpoints, router: Process, keys: KeyExchange, check: _Check)
     async def rotate(request: Request, key_id: str) -> dict[str, Any]:
         """Issue a key with the rights of another one, which expires after the overlap."""
         check(request)
-        body = _parsed(_Successor, await read_body(request, router))
+        body = _Successor.parse(await read_body(request, router))
         now_ms = _now_ms()
         try:
             old = await keys.change(
@@ -227,15 +226,6 @@ def _shown(key: IssuedKey, now_ms: int, used_day: int = 0) -> dict[str, Any]:
 
 def _date(day: int) -> str:
     return datetime.fromtimestamp(day * DAY_MS / 1000, UTC).date().isoformat()
-
-
-def _parsed(kind: type[_Body], raw: bytes) -> _Body:
-    try:
-        return kind.model_validate_json(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "body"
-        raise InvalidRequestError.at(where, f"{first['msg']}") from error
 
 
 def _refusal(error: Exception) -> Exception:

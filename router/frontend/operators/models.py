@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Request
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from baton.registry.admin_commands import AdminCommands
 from baton.registry.redis_store import RegistryUnavailableError
@@ -101,12 +101,7 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
     async def change(request: Request) -> dict[str, Any]:
         """Change the models of a name. Every router applies it within a second."""
         check_change(request.headers, router.settings)
-        try:
-            body = _ChangeBody.model_validate_json(await read_body(request, router))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "body"
-            raise InvalidRequestError.at(where, first["msg"]) from error
+        body = _ChangeBody.parse(await read_body(request, router))
         if body.verb in ("load", "unload"):
             lane = _lane_to_load(router, body)
             name = lane.model.names[0]
