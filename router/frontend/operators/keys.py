@@ -66,8 +66,6 @@ class _Successor(OperatorBody):
     overlap_s: Annotated[float, Field(ge=0, le=_LONGEST_S)]
 
 
-
-
 _Check = Callable[[Request], None]
 """Refuses a call that is not an operator's."""
 
