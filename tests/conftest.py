@@ -21,6 +21,8 @@ import httpx._transports.default as httpx_default
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+import tests.soak  # noqa: F401 - selects hypothesis' profile
+
 TOGETHER = ("tests/e2e/", "tests/hosts/")
 # A context reads all certificates of the system, which takes 25 ms; tests open hundreds of clients.
 httpx_default.create_ssl_context = functools.cache(httpx_default.create_ssl_context)

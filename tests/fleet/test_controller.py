@@ -25,6 +25,7 @@ from fleet.pools.slots import (
     Remove,
     Stop,
 )
+from tests.soak import examples
 
 
 def only(kind: type, actions: list[Action]) -> list[str]:
@@ -423,7 +424,9 @@ class AnyFleet(RuleBasedStateMachine):
         assert self.fleet.idle and not self.alive
 
 
-AnyFleet.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+AnyFleet.TestCase.settings = settings(
+    max_examples=examples(150), stateful_step_count=30, deadline=None
+)
 TestAnyFleet = AnyFleet.TestCase
 
 

@@ -16,6 +16,7 @@ from baton.registry.redis_store import Registry
 from baton.registry.types import EventBatch, Forget, Snapshot, hashes_checksum, split_hashes
 from fleet.local.redis_server import EmbeddedRedis
 from tests.registry.conftest import Reader, eventually
+from tests.soak import examples
 
 
 def stream_of(incarnation: bytes) -> str:
@@ -327,7 +328,7 @@ CHANGES = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(CHANGES)
 def test_reader_and_worker_agree_after_any_losses(
     changes: list[tuple[list[bytes], list[bytes], bool, str]],

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from baton.text.detokenizer import Detokenizer, StopMatcher
 from baton.text.tokenizer import TextTokenizer
+from tests.soak import examples
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +28,7 @@ def by_definition(text: str, stops: list[str]) -> str:
     return text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     text=st.text("abc", max_size=30),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
@@ -46,7 +47,7 @@ def test_stops_end_the_text_where_they_should_however_it_is_cut(text, stops, cut
     assert shown == by_definition(text, stops)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     text=st.text("abc", max_size=30),
     stops=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4),
@@ -64,7 +65,7 @@ def test_nothing_more_is_held_than_could_begin_a_stop(text, stops):
         assert held == longest
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=TEXT)
 def test_text_that_was_encoded_comes_out_whole_and_never_broken(tokenizer, text):
     detokenizer = Detokenizer(tokenizer)
@@ -73,7 +74,7 @@ def test_text_that_was_encoded_comes_out_whole_and_never_broken(tokenizer, text)
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(ids=IDS)
 def test_any_tokens_give_the_text_of_all_at_once(tokenizer, ids):
     detokenizer = Detokenizer(tokenizer)
@@ -84,7 +85,7 @@ def test_any_tokens_give_the_text_of_all_at_once(tokenizer, ids):
     assert set(whole[len(text) :]) <= {"\ufffd"}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     ids=IDS, stops=st.lists(st.text("aeio tn", min_size=1, max_size=3), max_size=4), at=st.data()
 )
