@@ -21,10 +21,12 @@ from tests.router.emulated_worker import Script
 class Other:
     """A sibling, without the socket between."""
 
-    alive = (1,)
 
     def __init__(self, app) -> None:
         self._client = client_of(app)
+
+    async def alive(self):
+        return [1]
 
     async def ask(self, index, method, path, headers, body=b""):
         passed = {name: headers[name] for name in ("authorization",) if name in headers}
