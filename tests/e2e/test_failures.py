@@ -255,6 +255,7 @@ async def read(url: str, body: dict, begun: asyncio.Event | None = None) -> dict
     return shown
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )

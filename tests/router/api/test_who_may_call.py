@@ -105,6 +105,7 @@ async def everything(make_fleet, model, artifact, registry, tmp_path):
     )
 
 
+@pytest.mark.costly
 async def test_each_route_lets_in_whom_it_should(everything):
     """A route that is new needs a key, or a line above."""
     fleet = everything
@@ -232,6 +233,7 @@ def shows(url: str, answer, things: Things) -> list[str]:
     return [name for name in known if name in text and name not in sent]
 
 
+@pytest.mark.costly
 async def test_no_route_shows_a_stranger_anything_of_a_tenant(everything):
     """Another tenant, no key, an expired and a revoked one: nothing leaks and nothing is lost."""
     fleet = everything
