@@ -252,7 +252,7 @@ class ControllerActor:
         else:
             life.end()
         with contextlib.suppress(RegistryUnavailableError):
-            await self._registry.forget(incarnation)
+            await self._registry.blocks.forget(incarnation)
         self._apply(actions)
 
     def _note_blocks(self, worker: WorkerRecord) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import redis
 
-from baton.registry import redis_store
+from baton.registry import worker_blocks
 from baton.registry.admin_commands import AdminCommands
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import EventBatch, WorkerRecord
@@ -232,11 +232,13 @@ async def test_a_host_whose_clock_is_ahead_takes_nobody_off_the_index(
     registry: Registry, monkeypatch
 ) -> None:
     """Defect 12: only Redis' own clock lets an incarnation expire."""
-    await registry.publish(EventBatch(incarnation=b"a" * 16, sequence=1, stored=(b"n" * 16,)), 0)
-    monkeypatch.setattr(redis_store, "_now_ms", lambda: (time.time_ns() // 10**6) + 3_600_000)
-    await registry.publish(EventBatch(incarnation=b"b" * 16, sequence=1, stored=()), 0)
-    await registry.refresh(b"b" * 16)
-    live = [part async for part in registry.marks(await registry.refreshes())]
+    await registry.blocks.publish(
+        EventBatch(incarnation=b"a" * 16, sequence=1, stored=(b"n" * 16,)), 0
+    )
+    monkeypatch.setattr(worker_blocks, "_now_ms", lambda: (time.time_ns() // 10**6) + 3_600_000)
+    await registry.blocks.publish(EventBatch(incarnation=b"b" * 16, sequence=1, stored=()), 0)
+    await registry.blocks.refresh(b"b" * 16)
+    live = [part async for part in registry.blocks.marks(await registry.blocks.refreshes())]
     assert set().union(*live) == {b"a" * 16, b"b" * 16}
 
 

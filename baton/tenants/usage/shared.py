@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from baton.registry.redis_store import Registry, slices
+from baton.registry.commands import slices
+from baton.registry.redis_store import Registry
 from baton.tenants.usage.ledger import Counters, RowName, UsageReport, field_of, summed
 
 KEPT_DAYS = 100
