@@ -12,7 +12,14 @@ from operator import attrgetter
 
 from baton.config.fleet_file import FleetConfig
 from baton.registry.types import Role
-from fleet.pools.resources import bundles, settings_digest, worker_environment, worker_settings
+from fleet.pools.resources import (
+    ControllerSpec,
+    bundles,
+    settings_digest,
+    worker_environment,
+    worker_settings,
+)
+from fleet.pools.slots import Launch
 
 # Keys that need a stop and a start, and the reason.
 _FIXED = {
@@ -34,6 +41,7 @@ _FIXED_PARTS = {
     "pools.routers": "their sockets are open",
     "logs.dir": "its files are open",
 }
+_NO_SPEC = ControllerSpec(config_json="", redis_url="", fleet_token="", host="", log_dir="")
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
@@ -180,16 +188,7 @@ def _counted(workers: Mapping[Role, int] | Mapping[str, int]) -> tuple[str, ...]
 
 def _started(config: FleetConfig, role: Role) -> str:
     """Return a digest of everything that a worker of a role is started with."""
-    settings = worker_settings(
-        config,
-        worker_id="",
-        role=role,
-        epoch=0,
-        redis_url="",
-        fleet_token="",
-        host="",
-        log_dir="",
-    )
+    settings = worker_settings(config, Launch("", role, 0), _NO_SPEC)
     return f"{settings_digest(settings)} {bundles(config, role)} {worker_environment(config)}"
 
 

@@ -34,6 +34,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from baton.config.fleet_file import FleetConfig
+from baton.planner.state import WorkerState
 from baton.registry import wanted_sizes as wanted
 from baton.registry.admin_commands import AdminCommand, CommandReply
 from baton.registry.redis_store import Registry, RegistryUnavailableError
@@ -69,6 +70,7 @@ class CommandDesk:
     now_ns: Callable[[], int]
     log_dir: str
     planning: RolePlanning
+    loads: Callable[[], Sequence[WorkerState]]  # of the ready workers
 
     async def execute(self, order: AdminCommand) -> CommandReply:
         """Execute a command; the answer has the problem if it is rejected."""
@@ -220,7 +222,7 @@ class CommandDesk:
 
     def _leaving_order(self) -> LeavingOrder:
         """Return the order in which workers leave: those that free a node with the least work."""
-        streams = {state.worker_id: state.streams for state in self.planning.workers()}
+        streams = {state.worker_id: state.streams for state in self.loads()}
         workers: Counter[str] = Counter()
         work: Counter[str] = Counter()
         for worker_id in self.machine.slots:
