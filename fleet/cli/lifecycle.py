@@ -31,7 +31,7 @@ from fleet.cli.reconcile import reconcile_running
 from fleet.lease_keeper import LeaseTakenError
 from fleet.local import state as fleet_state
 from fleet.local.checks.preflight import PortTakenError
-from fleet.local.cluster_pools import call_cluster
+from fleet.local.cluster_pools import RayCluster, call_cluster
 from fleet.local.http_trust import authority_for
 from fleet.local.log_files import LastingConsole, terminal
 from fleet.local.redis_server import RedisError
@@ -128,9 +128,7 @@ def up(
         config,
         config_file,
         say,
-        address,
-        take_over=take_over,
-        leave=leave,
+        None if address is None else RayCluster(address, take_over, leave),
         reread=lambda: read_fleet_file(file_again, port)[1],
     )
     try:

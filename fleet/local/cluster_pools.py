@@ -16,6 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,26 +45,32 @@ _PAUSE_S = (5.0, 30.0)  # between two attempts: the first pause, the longest
 _STOP_LIMIT_S = 8.0
 
 
+@dataclass(frozen=True, slots=True)
+class RayCluster:
+    """Ray cluster that runs the workers, by its address.
+
+    ``take_over`` takes the fleet, with its workers, from another supervisor; ``leave`` keeps
+    workers running after a stop.
+    """
+
+    address: str
+    take_over: bool = False
+    leave: bool = False
+
+
 class ClusterPools:
     """Worker pools of one fleet on a cluster. All calls come from the main thread.
 
-    ``take_over`` takes the lease from another supervisor; ``url`` is stored in the lease.
+    ``url`` is stored in the lease.
     """
 
     def __init__(
-        self,
-        config: FleetConfig,
-        address: str,
-        *,
-        redis_url: str,
-        url: str,
-        log: Path,
-        take_over: bool,
+        self, config: FleetConfig, cluster: RayCluster, *, redis_url: str, url: str, log: Path
     ) -> None:
         self._config = config
-        self._ray_address = address
+        self._ray_address = cluster.address
         self._redis_url = redis_url
-        self._take_over = take_over
+        self._take_over = cluster.take_over
         self._log = log
         self._me = this_process(url)
         self._loop: asyncio.AbstractEventLoop | None = None

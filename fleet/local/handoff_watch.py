@@ -10,7 +10,10 @@ from collections.abc import Callable
 import httpx
 import msgspec
 
+from fleet.local.http_trust import trusted
+
 _LOOK_EVERY_S = 15.0
+_ANSWER_LIMIT_S = 3.0
 _LEAST_FAILURES = 5
 _FAILING = (
     "warning: all KV hand-offs fail ({failures} since the last success): decode workers compute "
@@ -80,3 +83,16 @@ class HandoffWatch:
             with contextlib.suppress(httpx.HTTPError, OSError, msgspec.MsgspecError):
                 if line := state.note(self._read()):
                     self._say(line)
+
+
+def read_transfers(url: str, token: str, certificate: str) -> Transfers:
+    """Return the totals that a router reports."""
+    answer = httpx.get(
+        f"{url}/fleet",
+        headers={"authorization": f"Bearer {token}"},
+        timeout=_ANSWER_LIMIT_S,
+        trust_env=False,
+        verify=trusted(certificate),
+    )
+    answer.raise_for_status()
+    return msgspec.json.decode(answer.content, type=FleetPage).transfers

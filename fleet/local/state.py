@@ -20,7 +20,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -250,6 +250,14 @@ def claim(name: str, say: Callable[[str], None]) -> FleetLock | None:
     forget(name)
     say(f"cleaned up after a killed run ({left} leftover processes ended)")
     return lock
+
+
+def claim_first(names: Sequence[str], say: Callable[[str], None]) -> tuple[str, FleetLock | None]:
+    """Lock the first free state folder; return the last one without a lock if none is."""
+    for name in names:
+        if (lock := claim(name, say)) is not None:
+            return name, lock
+    return names[-1], None
 
 
 def sweep(run_folder: str, grace_s: float = 0.0) -> int:
