@@ -30,7 +30,7 @@ from fleet.local.audited import audit_here
 from fleet.local.router_process import group_folder, router_name, serving_pid
 from fleet.local.state import FleetState, audit_file
 from loadtest.simulator.cli import replay
-from loadtest.simulator.simulation import Setup
+from loadtest.simulator.setup import Setup
 
 _MOVE_LIMIT_S = 15.0
 _SHOWN_DECISIONS = 8

@@ -33,7 +33,8 @@ from loadtest.simulator.report import (
     table_notes,
     turns_table,
 )
-from loadtest.simulator.simulation import Plan, Setup, Simulation
+from loadtest.simulator.setup import Plan, Setup
+from loadtest.simulator.simulation import Simulation
 from loadtest.workloads.days import days
 from loadtest.workloads.shifting import shifting
 from loadtest.workloads.traces import TraceError, TraceRequest, read_trace

@@ -90,6 +90,22 @@ class _Steps:
         return low
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerModel:
+    """Step times, pool and limits of a simulated worker.
+
+    ``memory_blocks`` are those of a memory tier below the pool; copying a block between the two
+    takes ``copy_ns``, one at a time. ``check_every_step`` recounts all blocks (tests).
+    """
+
+    timing: WorkerTiming
+    geometry: KvGeometry
+    config: SchedulerConfig
+    memory_blocks: int = 0
+    copy_ns: int = 0
+    check_every_step: bool = False
+
+
 class WorkerListener:
     """Interface of the router for reports of workers."""
 
@@ -101,42 +117,33 @@ class WorkerListener:
 
 
 class SimulatedWorker:
-    """Simulated worker, from its start to its death.
-
-    ``memory_blocks`` are those of a memory tier below the pool; copying a block between the two
-    takes ``copy_ns``, one at a time. ``check_every_step`` recounts all blocks (tests).
-    """
+    """Simulated worker, from its start to its death."""
 
     def __init__(
         self,
         worker_id: str,
         epoch: int,
+        model: WorkerModel,
         *,
         clock: VirtualClock,
-        timing: WorkerTiming,
-        geometry: KvGeometry,
-        config: SchedulerConfig,
         listener: WorkerListener,
-        memory_blocks: int = 0,
-        copy_ns: int = 0,
         host: str = "",
-        check_every_step: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self.incarnation = blake2b(f"{worker_id}/{epoch}".encode(), digest_size=16).digest()
         self.alive = True
         self._identity = WorkerIdentity(host=host)
         self.core = EngineCore(
-            TimedRunner(geometry),
-            config,
+            TimedRunner(model.geometry),
+            model.config,
             1,
-            tiers=[TierPlaces(TIERS[0], memory_blocks)] if memory_blocks else (),
-            check_every_step=check_every_step,
+            tiers=[TierPlaces(TIERS[0], model.memory_blocks)] if model.memory_blocks else (),
+            check_every_step=model.check_every_step,
         )
         self.run_began_ns = 0  # arrival of the first token in the current ``Tokens``
         self.busy_ns = 0
         self._clock = clock
-        self._timing = timing
+        self._timing = model.timing
         self._listener = listener
         self._rates = StepRates()
         self._load = ev.StepDone(blocks=self.core.pool.counts())
@@ -150,7 +157,7 @@ class SimulatedWorker:
         self._status_due = False
         self._number = 0  # number of the steps in progress: a rescheduled end is void
         self._changes: list[ev.CacheChanged] = []
-        self._copy_ns = copy_ns
+        self._copy_ns = model.copy_ns
         self._copier_free_ns = 0
         self._saved: list[Copied] = []  # reported before the next step
 
