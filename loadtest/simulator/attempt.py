@@ -15,7 +15,7 @@ from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
 from baton.types import events as ev
 from baton.types.geometry import BLOCK_TOKENS, KvGeometry
 from baton.types.params import SamplingParams
-from kvtransfer import receiver, sender
+from kvtransfer import receiver_actions, sender
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver
 from kvtransfer.sender import HandoffSender
@@ -177,7 +177,9 @@ class Attempt:
     def leave_prefill(self) -> None:
         """Leave a prefill worker that has another role now. This is not a failure of it."""
         actions = self._receiver.prefill_failed("the worker has another role")
-        self._perform([action for action in actions if not isinstance(action, receiver.AskForPeer)])
+        self._perform(
+            [action for action in actions if not isinstance(action, receiver_actions.AskForPeer)]
+        )
 
     def compute_locally(self) -> None:
         """Compute the prompt on the decode worker."""
@@ -232,24 +234,24 @@ class Attempt:
             self._perform(self._receiver.cancel())
             self._clock.after(CONTROL_NS, lambda: self._listener.on_end(self.record, self, error))
 
-    def _perform(self, actions: list[receiver.Action]) -> None:
+    def _perform(self, actions: list[receiver_actions.Action]) -> None:
         for action in actions:
             match action:
-                case receiver.OpenStream():
+                case receiver_actions.OpenStream():
                     self._open(action)
-                case receiver.BindPages():
+                case receiver_actions.BindPages():
                     self._send_generation(Scheduler.bind, action.generation)
-                case receiver.Pull():
+                case receiver_actions.Pull():
                     self._pull(action)
-                case receiver.CommitKv():
+                case receiver_actions.CommitKv():
                     self._commit(action.generation)
-                case receiver.CloseStream():
+                case receiver_actions.CloseStream():
                     self._close(action.release, CONTROL_NS)
-                case receiver.AskForPeer():
+                case receiver_actions.AskForPeer():
                     self._listener.on_peer_needed(self.record, self, died=action.peer_died)
-                case receiver.Drained():
+                case receiver_actions.Drained():
                     self._send_generation(Scheduler.drained, action.generation)
-                case receiver.TakeOver():
+                case receiver_actions.TakeOver():
                     first = self._first_tokens()
                     self.decode.send(
                         partial(Scheduler.compute_locally, request_id=self._id, first=first)
@@ -271,7 +273,7 @@ class Attempt:
             lambda scheduler: scheduler.commit(self._id, generation, first, self._clock.now_ns)
         )
 
-    def _open(self, opened: receiver.OpenStream) -> None:
+    def _open(self, opened: receiver_actions.OpenStream) -> None:
         prefill = self.prefill
         if prefill is None:
             return
@@ -279,7 +281,9 @@ class Attempt:
         stream = self._streams
         self._clock.after(CONTROL_NS, partial(self._opened, opened, prefill, stream))
 
-    def _opened(self, opened: receiver.OpenStream, prefill: SimulatedWorker, stream: int) -> None:
+    def _opened(
+        self, opened: receiver_actions.OpenStream, prefill: SimulatedWorker, stream: int
+    ) -> None:
         if self.over or stream != self._streams:
             return
         if not prefill.alive:
@@ -301,7 +305,7 @@ class Attempt:
         self._with_prefix(prefill, submit)
         self._later(stream, lambda: self._receiver.accepted(False, self._clock.now_ns))
 
-    def _later(self, stream: int, act: Callable[[], list[receiver.Action]]) -> None:
+    def _later(self, stream: int, act: Callable[[], list[receiver_actions.Action]]) -> None:
         """Deliver a message of the prefill worker to the receiving machine."""
 
         def arrive() -> None:
@@ -390,7 +394,7 @@ class Attempt:
                 verb = Scheduler.cancel if action.cancel else Scheduler.release
                 worker.send(partial(verb, request_id=engine_id))
 
-    def _pull(self, pull: receiver.Pull) -> None:
+    def _pull(self, pull: receiver_actions.Pull) -> None:
         self._pulls_ns = self._pulls_ns or self._clock.now_ns
         progress = _PullProgress(len(pull.kv_slices), self._clock.now_ns)
         for kv_slice in pull.kv_slices:
