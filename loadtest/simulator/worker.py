@@ -349,7 +349,7 @@ class SimulatedWorker:
         total_s = 0.0
         if steps is not None and not self.core.batch.count_decodes():
             total_s = (steps.began_ns - self._clock.now_ns) / 1e9  # part of the step already done
-        for item in [*self.core.batch.running, *self.core.batch.queue]:
+        for item in [*self.core.batch.running, *self.core.batch.queue.items]:
             if not isinstance(item, TokenSequence) or item.decodes:
                 continue
             done = item.computed or len(pool.match(item.block_hashes)) * pool.block_tokens
