@@ -16,7 +16,6 @@ from rich.table import Table
 from baton.config.fleet_file import FleetConfig
 from baton.types.slo import Slo
 from fleet.cli.common import (
-    FleetOption,
     JsonOption,
     RemoteFleet,
     fail,
@@ -24,11 +23,12 @@ from fleet.cli.common import (
     running_fleet,
     show_error,
 )
-from fleet.cli.reach import KeyOption, ModelOption, UrlOption, order, reach
+from fleet.cli.reach import HERE, FleetAddress, ModelOption, order
 from fleet.local import state as fleet_state
 from fleet.local.audited import audit_here
 from fleet.local.router_process import group_folder, router_name, serving_pid
 from fleet.local.state import FleetState, audit_file
+from loadtest.commands.option_groups import with_options
 from loadtest.simulator.cli import replay
 from loadtest.simulator.setup import Setup
 
@@ -48,6 +48,7 @@ TimeoutOption = Annotated[
 ]
 
 
+@with_options()
 def drain(
     worker: Annotated[str | None, typer.Argument(help="Worker id, such as worker-1.")] = None,
     node: Annotated[
@@ -56,9 +57,7 @@ def drain(
     undo: Annotated[bool, typer.Option("--undo", help="Reopen the node.")] = False,
     wait: WaitOption = False,
     timeout_s: TimeoutOption = 600.0,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
 ) -> None:
     """Stop one worker once its requests have ended, or move all workers off a node.
 
@@ -67,7 +66,7 @@ def drain(
     """
     if (worker is None) == (node is None) or (undo and node is None):
         fail("use either `baton drain WORKER` or `baton drain --node NODE [--undo]`")
-    place = reach(fleet, url, api_key)
+    place = at.reach()
     if worker is not None:
         before = _workers(place) if wait else {}
         order(place, "drain", [worker])
@@ -84,19 +83,18 @@ def drain(
         _wait(place, before, lambda _: not _workers_on(place, str(node)), timeout_s)
 
 
+@with_options()
 def restart(
     worker: Annotated[
         str | None, typer.Argument(help="Worker id, or `routers`. Default: all workers.")
     ] = None,
-    fleet: FleetOption = None,
     rolling: Annotated[
         bool, typer.Option("--rolling", help="Restart one after another, each drained first.")
     ] = False,
     move: Annotated[bool, typer.Option("--move", help="Move each worker to another node.")] = False,
     wait: WaitOption = False,
     timeout_s: TimeoutOption = 600.0,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
 ) -> None:
     """Restart workers at once, or with --rolling one after another without losing a request.
 
@@ -104,10 +102,10 @@ def restart(
     successor serves before the old router stops accepting, and the old one finishes its responses.
     """
     if worker in ("router", "routers"):
-        _restart_routers(running_fleet(fleet), timeout_s if wait else 0.0)
+        _restart_routers(running_fleet(at.fleet), timeout_s if wait else 0.0)
         return
     workers = [worker] if worker else []
-    place = reach(fleet, url, api_key)
+    place = at.reach()
     before = _workers(place) if wait else {}
     order(place, "roll" if rolling else "restart", workers, {"move": move})
     typer.echo(f"{worker or 'all workers'}: restarting{' one by one' if rolling else ''}")
@@ -157,6 +155,7 @@ def _wait_for_routers(state: FleetState, before: list[int], timeout_s: float) ->
         time.sleep(_POLL_S)
 
 
+@with_options()
 def scale(
     sizes: Annotated[
         list[str], typer.Argument(help="prefill=N, decode=N, auto or hold", metavar="POOL=N...")
@@ -164,9 +163,7 @@ def scale(
     wait: WaitOption = False,
     timeout_s: TimeoutOption = 600.0,
     model: ModelOption = None,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
 ) -> None:
     """Change the number of workers in the pools, or let the planner change their roles.
 
@@ -179,7 +176,7 @@ def scale(
     """
     arguments: dict[str, int | str | bool] = {}
     if sizes in (["auto"], ["hold"]):
-        order(reach(fleet, url, api_key), "scale", arguments={"roles": sizes[0]}, model=model)
+        order(at.reach(), "scale", arguments={"roles": sizes[0]}, model=model)
         typer.echo(f"roles: {sizes[0]} (`baton plan`)")
         return
     for size in sizes:
@@ -187,7 +184,7 @@ def scale(
         if role not in ("prefill", "decode") or not count.isdigit():
             fail(f"{size}: use prefill=N and decode=N, or auto, or hold")
         arguments[role] = int(count)
-    place = reach(fleet, url, api_key)
+    place = at.reach()
     before = _workers(place, model) if wait else {}
     answer = order(place, "scale", [], arguments, _MOVE_LIMIT_S, model) or {}
     for worker_id, role in answer.get("turned", {}).items():
@@ -263,11 +260,10 @@ def _shown(worker: dict[str, Any], before: dict[str, Any] | None = None) -> str:
     return f"{worker['role']}, {state}, epoch {worker['epoch']}{reason}"
 
 
+@with_options()
 def plan(
     model: ModelOption = None,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print JSON: the response of /fleet/planner, or of a replay."),
@@ -306,7 +302,7 @@ def plan(
         )
         replay(trace, setup, limit, as_json=as_json)
         return
-    found = order(reach(fleet, url, api_key), "plan", model=model)
+    found = order(at.reach(), "plan", model=model)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -339,14 +335,10 @@ def _described(decided: dict[str, Any]) -> str:
     return f"{at}  {what}{note}: {decision['reason']}"
 
 
-def nodes(
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-    as_json: JsonOption = False,
-) -> None:
+@with_options()
+def nodes(at: FleetAddress = HERE, as_json: JsonOption = False) -> None:
     """Show the nodes of the cluster and their workers."""
-    found = order(reach(fleet, url, api_key), "nodes", timeout_s=_MOVE_LIMIT_S)
+    found = order(at.reach(), "nodes", timeout_s=_MOVE_LIMIT_S)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return

@@ -21,8 +21,9 @@ from rich.table import Column, Table
 from baton.config.clients import ApiKeyConfig
 from baton.config.secrets import SecretError, read_api_keys
 from baton.tenants.key_record import KeyRecord, issue, new_key
-from fleet.cli.common import FleetOption, fail
-from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
+from fleet.cli.common import fail
+from fleet.cli.reach import HERE, FleetAddress, ask_router
+from loadtest.commands.option_groups import with_options
 
 _PATH = "/fleet/keys"
 _EVERYWHERE_S = 1.0  # routers follow a change within this time
@@ -43,6 +44,7 @@ _IdArgument = Annotated[str, typer.Argument(help="Id of the key, the second part
 
 
 @keys_app.command("create")
+@with_options()
 def create(
     tenant: Annotated[str, typer.Argument(help="Tenant that owns the requests of the key.")],
     role: Annotated[
@@ -64,9 +66,7 @@ def create(
     slo_itl_s: Annotated[
         float | None, typer.Option(help="Limit of the mean ITL, with --slo-ttft-s.")
     ] = None,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
     as_json: _JsonOption = False,
 ) -> None:
     """Issue an API key and print it. It is shown once; routers accept it when this returns."""
@@ -86,20 +86,16 @@ def create(
         fail(f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}")
     key = new_key()
     body = {"keys": [_sent(issue(key, _dumped(rights)), _seconds(expires, "--expires"))]}
-    made = ask_router(reach(fleet, url, api_key), "POST", _PATH, body)["keys"][0]
+    made = ask_router(at.reach(), "POST", _PATH, body)["keys"][0]
     time.sleep(_EVERYWHERE_S)
     _print_key(key, made, as_json=as_json)
 
 
 @keys_app.command("ls")
-def ls(
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-    as_json: _JsonOption = False,
-) -> None:
+@with_options()
+def ls(at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
     """List the issued API keys. Keys in the fleet file have no id and are not listed."""
-    found = ask_router(reach(fleet, url, api_key), "GET", _PATH)
+    found = ask_router(at.reach(), "GET", _PATH)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -125,6 +121,7 @@ def ls(
 
 
 @keys_app.command("rotate")
+@with_options()
 def rotate(
     key_id: _IdArgument,
     overlap: Annotated[
@@ -133,9 +130,7 @@ def rotate(
     expires: Annotated[
         str | None, typer.Option("--expires", help="Lifetime. Default: that of the old key.")
     ] = None,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
     as_json: _JsonOption = False,
 ) -> None:
     """Issue a successor of an API key and print it. The old key expires after the overlap."""
@@ -147,7 +142,7 @@ def rotate(
         "expires_s": sent["expires_s"],
         "overlap_s": _seconds(overlap, "--overlap") or 0,
     }
-    place = reach(fleet, url, api_key)
+    place = at.reach()
     made = ask_router(place, "POST", f"{_PATH}/{_checked(key_id)}/rotate", body)
     time.sleep(_EVERYWHERE_S)
     _print_key(key, made["new"], as_json=as_json)
@@ -156,19 +151,14 @@ def rotate(
 
 
 @keys_app.command("revoke")
-def revoke(
-    key_id: _IdArgument,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-    as_json: _JsonOption = False,
-) -> None:
+@with_options()
+def revoke(key_id: _IdArgument, at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
     """Revoke an API key for good. Every router refuses it when this returns.
 
     Running responses finish. Without Redis, the routers of one host refuse it: repeat the command
     with the --url of each other host, whose routers otherwise learn of it when Redis answers.
     """
-    found = ask_router(reach(fleet, url, api_key), "DELETE", f"{_PATH}/{_checked(key_id)}")
+    found = ask_router(at.reach(), "DELETE", f"{_PATH}/{_checked(key_id)}")
     if found["everywhere"]:
         time.sleep(_EVERYWHERE_S)
     else:
@@ -179,13 +169,12 @@ def revoke(
 
 
 @keys_app.command("import")
+@with_options()
 def import_(
     file: Annotated[
         Path, typer.Argument(help="File of `key: tenant` lines, as `clients.api_keys_file`.")
     ],
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
     as_json: _JsonOption = False,
 ) -> None:
     """Issue the API keys in a file under new ids, so that the lines can be removed.
@@ -197,10 +186,10 @@ def import_(
     except SecretError as error:
         fail(str(error))
     records = [_sent(issue(key, _dumped(rights)), None) for key, rights in lines.items()]
-    place = reach(fleet, url, api_key)
+    place = at.reach()
     added = 0
-    for at in range(0, len(records), _IMPORTED_AT_ONCE):
-        body = {"keys": records[at : at + _IMPORTED_AT_ONCE]}
+    for begin in range(0, len(records), _IMPORTED_AT_ONCE):
+        body = {"keys": records[begin : begin + _IMPORTED_AT_ONCE]}
         added += ask_router(place, "POST", _PATH, body)["added"]
     time.sleep(_EVERYWHERE_S)
     if as_json:

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fleet.cli.common import FleetOption, fail
-from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
+from fleet.cli.common import fail
+from fleet.cli.reach import HERE, FleetAddress, ask_router
 from fleet.cli.tenants_receipt import receipt_text
+from loadtest.commands.option_groups import with_options
 
 _PATH = "/fleet/tenants"
 _EVERYWHERE_S = 1.0  # routers follow a change within this time
@@ -28,14 +29,10 @@ _TenantArgument = Annotated[str, typer.Argument(help="Name of the tenant, as in 
 
 
 @tenants_app.command("ls")
-def ls(
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-    as_json: _JsonOption = False,
-) -> None:
+@with_options()
+def ls(at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
     """List the tenants that have limits, with their limits."""
-    found = ask_router(reach(fleet, url, api_key), "GET", _PATH)
+    found = ask_router(at.reach(), "GET", _PATH)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -94,6 +91,7 @@ _LogText = Annotated[
 
 
 @tenants_app.command("set")
+@with_options()
 def set_(
     tenant: _TenantArgument,
     rpm: Annotated[int | None, typer.Option(help="Requests per minute; 0: no limit.")] = None,
@@ -108,9 +106,7 @@ def set_(
     slo_itl_s: _SloItlS = None,
     keep_s: _KeepS = None,
     log_text: _LogText = None,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
     as_json: _JsonOption = False,
 ) -> None:
     """Change limits of a tenant; those that are not given stay. Routers apply them on return."""
@@ -133,7 +129,7 @@ def set_(
     body |= _latencies(slo_ttft_s, slo_itl_s) | _retention(keep_s) | _text_logging(log_text)
     if not body:
         fail("give at least one limit, such as --rpm 600; `baton tenants set --help` lists them")
-    found = _changed("PUT", tenant, fleet, url, api_key, body)
+    found = _changed("PUT", tenant, at, body)
     typer.echo(
         json.dumps(found, indent=2) if as_json else f"{tenant}: {_described(found) or 'no limits'}"
     )
@@ -164,19 +160,14 @@ def _text_logging(log_text: str | None) -> dict[str, Any]:
 
 
 @tenants_app.command("delete")
-def delete(
-    tenant: _TenantArgument,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-    as_json: _JsonOption = False,
-) -> None:
+@with_options()
+def delete(tenant: _TenantArgument, at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
     """Delete a tenant's limits, responses, files, batches, logged texts and KV, for good.
 
     Prints a receipt. Revoke its keys first (`baton keys revoke`): they stay, and so do the sums of
     its use. Exits with 1 if something could not be deleted.
     """
-    found = _changed("DELETE", tenant, fleet, url, api_key)
+    found = _changed("DELETE", tenant, at)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
@@ -213,13 +204,11 @@ def _described(policy: dict[str, Any]) -> str:
 def _changed(
     method: str,
     tenant: str,
-    fleet: str | None,
-    url: str | None,
-    api_key: str,
+    at: FleetAddress,
     body: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", tenant) is None:
         fail(f"TENANT {tenant!r}: must be 1 to 64 characters of letters, digits, '_', '.' and '-'")
-    found = ask_router(reach(fleet, url, api_key), method, f"{_PATH}/{tenant}", body, 60.0)
+    found = ask_router(at.reach(), method, f"{_PATH}/{tenant}", body, 60.0)
     time.sleep(_EVERYWHERE_S)
     return found

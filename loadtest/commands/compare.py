@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from loadtest.commands import options as o
 from loadtest.commands.loads import Arrivals, Recording
+from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED, run, write_folder
 from loadtest.comparison import compare as rows_of
 from loadtest.comparison import unlike
@@ -32,7 +33,7 @@ class _Arrivals(Arrivals):
     requests: Annotated[int, typer.Option(min=1, help="Requests per run.")] = 100
 
 
-@o.with_options(
+@with_options(
     "url", "model", "tenant_keys", "token_ids", "ignore_eos", "headers", "timeout_s", "cv"
 )
 def compare(

@@ -10,6 +10,7 @@ import typer
 from loadtest.client.records import CallRecord
 from loadtest.commands import options as o
 from loadtest.commands.loads import AgentSessions, Disturbed, Recording, Users
+from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED, run, run_and_show, show_and_write
 from loadtest.metrics.turns import turn_figures
 from loadtest.reasons import file_reason
@@ -17,7 +18,7 @@ from loadtest.results.files import write_results
 from loadtest.workloads.agents import alone as alone_plan
 
 
-@o.with_options("tenant_keys")
+@with_options("tenant_keys")
 def replay(
     ctx: typer.Context,
     trace: Annotated[
@@ -42,7 +43,7 @@ def replay(
     run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=resume)
 
 
-@o.with_options()
+@with_options()
 def poisson(
     ctx: typer.Context,
     out: o.Out,
@@ -62,7 +63,7 @@ def poisson(
     run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=resume)
 
 
-@o.with_options("tenant_keys", "token_ids")
+@with_options("tenant_keys", "token_ids")
 def sessions(
     ctx: typer.Context,
     out: o.Out,
@@ -84,7 +85,7 @@ class _AgentChoices(o.Choices):
     ignore_eos: o.IgnoreEos = False  # text after the end of a tool call would not be its JSON
 
 
-@o.with_options("tenant_keys", "token_ids", "endpoint", "warmup_s")
+@with_options("tenant_keys", "token_ids", "endpoint", "warmup_s")
 def agents(
     ctx: typer.Context,
     out: o.Out,

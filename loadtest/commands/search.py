@@ -9,6 +9,7 @@ from rich.console import Console
 
 from loadtest.commands import options as o
 from loadtest.commands.loads import Arrivals
+from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED, run, write_folder
 from loadtest.rate_search import RateSearch
 from loadtest.results.files import Results, SearchPoint
@@ -22,7 +23,7 @@ class _Arrivals(Arrivals):
     requests: Annotated[int, typer.Option(min=20, help="Requests per rate.")] = 200
 
 
-@o.with_options("tenant_keys", "ignore_eos", "warmup_s")
+@with_options("tenant_keys", "ignore_eos", "warmup_s")
 def search(
     ctx: typer.Context,
     out: o.Out,

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from baton.engine.emulated_timing import H100_70B, TIMINGS
 from baton.types.slo import Slo as RequestSlo
-from loadtest.commands.options import echo, with_options
+from loadtest.commands.option_groups import with_options
+from loadtest.commands.options import echo
 from loadtest.commands.running import INTERRUPTED, ended_by_signals
 from loadtest.reasons import file_reason
 from loadtest.simulator.network import LINKS
