@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,13 +40,21 @@ _POLL_S = 0.5
 Workers = dict[str, dict[str, Any]]
 """Workers of ``GET /fleet`` by id."""
 
-WaitOption = Annotated[
-    bool,
-    typer.Option("--wait", help="Show each change and return when it is done; else exit code 1."),
-]
-TimeoutOption = Annotated[
-    float, typer.Option("--timeout-s", min=0.1, help="Seconds that --wait may take.")
-]
+
+@dataclass(frozen=True, kw_only=True)
+class _Waiting:
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait", help="Show each change and return when it is done; else exit code 1."
+        ),
+    ] = False
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", min=0.1, help="Seconds that --wait may take.")
+    ] = 600.0
+
+
+_AT_ONCE = _Waiting()
 
 
 @with_options()
@@ -55,8 +64,7 @@ def drain(
         str | None, typer.Option(help="Name or address of a node to close for workers.")
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Reopen the node.")] = False,
-    wait: WaitOption = False,
-    timeout_s: TimeoutOption = 600.0,
+    waiting: _Waiting = _AT_ONCE,
     at: FleetAddress = HERE,
 ) -> None:
     """Stop one worker once its requests have ended, or move all workers off a node.
@@ -68,19 +76,19 @@ def drain(
         fail("use either `baton drain WORKER` or `baton drain --node NODE [--undo]`")
     place = at.reach()
     if worker is not None:
-        before = _workers(place) if wait else {}
+        before = _workers(place) if waiting.wait else {}
         order(place, "drain", [worker])
         typer.echo(f"{worker}: draining (`baton status`)")
-        if wait:
-            _wait(place, before, lambda now: now[worker]["state"] == "parked", timeout_s)
+        if waiting.wait:
+            _wait(place, before, lambda now: now[worker]["state"] == "parked", waiting.timeout_s)
         return
     verb = "open" if undo else "close"
     moving = order(place, verb, arguments={"node": str(node)}, timeout_s=_MOVE_LIMIT_S)
     what = f"moving {', '.join(moving)}" if moving else "it has no workers"
     typer.echo(f"{node}: reopened" if undo else f"{node}: closed; {what} (`baton nodes`)")
-    if wait and moving:
+    if waiting.wait and moving:
         before = _workers(place)
-        _wait(place, before, lambda _: not _workers_on(place, str(node)), timeout_s)
+        _wait(place, before, lambda _: not _workers_on(place, str(node)), waiting.timeout_s)
 
 
 @with_options()
@@ -92,8 +100,7 @@ def restart(
         bool, typer.Option("--rolling", help="Restart one after another, each drained first.")
     ] = False,
     move: Annotated[bool, typer.Option("--move", help="Move each worker to another node.")] = False,
-    wait: WaitOption = False,
-    timeout_s: TimeoutOption = 600.0,
+    waiting: _Waiting = _AT_ONCE,
     at: FleetAddress = HERE,
 ) -> None:
     """Restart workers at once, or with --rolling one after another without losing a request.
@@ -102,16 +109,18 @@ def restart(
     successor serves before the old router stops accepting, and the old one finishes its responses.
     """
     if worker in ("router", "routers"):
-        _restart_routers(running_fleet(at.fleet), timeout_s if wait else 0.0)
+        _restart_routers(running_fleet(at.fleet), waiting.timeout_s if waiting.wait else 0.0)
         return
     workers = [worker] if worker else []
     place = at.reach()
-    before = _workers(place) if wait else {}
+    before = _workers(place) if waiting.wait else {}
     order(place, "roll" if rolling else "restart", workers, {"move": move})
     typer.echo(f"{worker or 'all workers'}: restarting{' one by one' if rolling else ''}")
-    if wait:
+    if waiting.wait:
         in_use = [name for name, one in before.items() if one["state"] != "parked"]
-        _wait(place, before, lambda now: _renewed(workers or in_use, before, now), timeout_s)
+        _wait(
+            place, before, lambda now: _renewed(workers or in_use, before, now), waiting.timeout_s
+        )
 
 
 def _restart_routers(state: FleetState, wait_s: float) -> None:
@@ -160,8 +169,7 @@ def scale(
     sizes: Annotated[
         list[str], typer.Argument(help="prefill=N, decode=N, auto or hold", metavar="POOL=N...")
     ],
-    wait: WaitOption = False,
-    timeout_s: TimeoutOption = 600.0,
+    waiting: _Waiting = _AT_ONCE,
     model: ModelOption = None,
     at: FleetAddress = HERE,
 ) -> None:
@@ -185,15 +193,15 @@ def scale(
             fail(f"{size}: use prefill=N and decode=N, or auto, or hold")
         arguments[role] = int(count)
     place = at.reach()
-    before = _workers(place, model) if wait else {}
+    before = _workers(place, model) if waiting.wait else {}
     answer = order(place, "scale", [], arguments, _MOVE_LIMIT_S, model) or {}
     for worker_id, role in answer.get("turned", {}).items():
         typer.echo(f"{worker_id}: {role} from now on")
     if behind := answer.get("routers_behind"):
         fail(f"routers that do not follow yet: {', '.join(behind)} (`baton status`)")
     typer.echo(f"{', '.join(sizes)}: scaling (`baton status`)")
-    if wait:
-        _wait(place, before, lambda now: _has_sizes(arguments, now), timeout_s, model)
+    if waiting.wait:
+        _wait(place, before, lambda now: _has_sizes(arguments, now), waiting.timeout_s, model)
 
 
 def _workers(place: FleetState | RemoteFleet, model: str | None = None) -> Workers:
@@ -260,47 +268,55 @@ def _shown(worker: dict[str, Any], before: dict[str, Any] | None = None) -> str:
     return f"{worker['role']}, {state}, epoch {worker['epoch']}{reason}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Replay:
+    trace: Annotated[
+        Path | None,
+        typer.Option("--replay", help="Simulate this trace instead: Mooncake JSONL or Azure CSV."),
+    ] = None
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers at the start (replay).")] = 4
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers at the start (replay).")] = 4
+    slo_ttft_s: Annotated[float, typer.Option(min=0.001, help="slo.ttft_s (replay).")] = 10.0
+    slo_itl_s: Annotated[float, typer.Option(min=0.0001, help="slo.itl_s (replay).")] = 0.05
+    speed: Annotated[
+        float, typer.Option(min=0.001, help="Divisor of the gaps between arrivals (replay).")
+    ] = 1.0
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per worker (replay).")] = 64
+    kv_tokens: Annotated[int, typer.Option(min=1024, help="Pool size (replay).")] = 2_050_048
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only the first N requests (replay).")
+    ] = None
+
+    def setup(self) -> Setup:
+        """Return the parameters of the simulation."""
+        return Setup(
+            prefill_workers=self.prefill,
+            decode_workers=self.decode,
+            slo=Slo(ttft_s=self.slo_ttft_s, itl_s=self.slo_itl_s),
+            speed=self.speed,
+            max_batch_requests=self.batch,
+            prefill_kv_tokens=self.kv_tokens,
+            decode_kv_tokens=self.kv_tokens,
+        )
+
+
 @with_options()
 def plan(
+    replayed: _Replay,
     model: ModelOption = None,
     at: FleetAddress = HERE,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print JSON: the response of /fleet/planner, or of a replay."),
     ] = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option("--replay", help="Simulate this trace instead: Mooncake JSONL or Azure CSV."),
-    ] = None,
-    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers at the start (replay).")] = 4,
-    decode: Annotated[int, typer.Option(min=1, help="Decode workers at the start (replay).")] = 4,
-    slo_ttft_s: Annotated[float, typer.Option(min=0.001, help="slo.ttft_s (replay).")] = 10.0,
-    slo_itl_s: Annotated[float, typer.Option(min=0.0001, help="slo.itl_s (replay).")] = 0.05,
-    speed: Annotated[
-        float, typer.Option(min=0.001, help="Divisor of the gaps between arrivals (replay).")
-    ] = 1.0,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per worker (replay).")] = 64,
-    kv_tokens: Annotated[int, typer.Option(min=1024, help="Pool size (replay).")] = 2_050_048,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Use only the first N requests (replay).")
-    ] = None,
 ) -> None:
     """Show what the planner does, or would do, and why.
 
     `baton scale auto` lets it act. With --replay no fleet is needed: a trace is simulated with the
     planner and with the fixed split. `baton simulate TRACE --plan auto` has more options.
     """
-    if trace is not None:
-        setup = Setup(
-            prefill_workers=prefill,
-            decode_workers=decode,
-            slo=Slo(ttft_s=slo_ttft_s, itl_s=slo_itl_s),
-            speed=speed,
-            max_batch_requests=batch,
-            prefill_kv_tokens=kv_tokens,
-            decode_kv_tokens=kv_tokens,
-        )
-        replay(trace, setup, limit, as_json=as_json)
+    if replayed.trace is not None:
+        replay(replayed.trace, replayed.setup(), replayed.limit, as_json=as_json)
         return
     found = order(at.reach(), "plan", model=model)
     if as_json:

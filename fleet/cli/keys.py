@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -43,44 +44,46 @@ _ExpiresOption = Annotated[
 _IdArgument = Annotated[str, typer.Argument(help="Id of the key, the second part of its text.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Rights:
+    role: Annotated[
+        Literal["tenant", "operator"],
+        typer.Option(help="`operator` may also read metrics and manage the fleet."),
+    ] = "tenant"
+    adapters: Annotated[
+        Literal["shared", "own"],
+        typer.Option(help="`own` lets the tenant load LoRA adapters from its folder."),
+    ] = "shared"
+    min_priority: Annotated[int, typer.Option(help="Lowest, most urgent priority.")] = 0
+    log_text: Annotated[
+        bool, typer.Option("--log-text", help="Log prompts and responses of the tenant.")
+    ] = False
+    slo_ttft_s: Annotated[
+        float | None, typer.Option(help="Limit of the time to first token, with --slo-itl-s.")
+    ] = None
+    slo_itl_s: Annotated[
+        float | None, typer.Option(help="Limit of the mean ITL, with --slo-ttft-s.")
+    ] = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of ``ApiKeyConfig``."""
+        fields = asdict(self)
+        slo = {"ttft_s": fields.pop("slo_ttft_s"), "itl_s": fields.pop("slo_itl_s")}
+        return fields if slo == {"ttft_s": None, "itl_s": None} else {**fields, "slo": slo}
+
+
 @keys_app.command("create")
 @with_options()
 def create(
     tenant: Annotated[str, typer.Argument(help="Tenant that owns the requests of the key.")],
-    role: Annotated[
-        Literal["tenant", "operator"],
-        typer.Option(help="`operator` may also read metrics and manage the fleet."),
-    ] = "tenant",
+    given: _Rights,
     expires: _ExpiresOption = None,
-    adapters: Annotated[
-        Literal["shared", "own"],
-        typer.Option(help="`own` lets the tenant load LoRA adapters from its folder."),
-    ] = "shared",
-    min_priority: Annotated[int, typer.Option(help="Lowest, most urgent priority.")] = 0,
-    log_text: Annotated[
-        bool, typer.Option("--log-text", help="Log prompts and responses of the tenant.")
-    ] = False,
-    slo_ttft_s: Annotated[
-        float | None, typer.Option(help="Limit of the time to first token, with --slo-itl-s.")
-    ] = None,
-    slo_itl_s: Annotated[
-        float | None, typer.Option(help="Limit of the mean ITL, with --slo-ttft-s.")
-    ] = None,
     at: FleetAddress = HERE,
     as_json: _JsonOption = False,
 ) -> None:
     """Issue an API key and print it. It is shown once; routers accept it when this returns."""
-    fields: dict[str, Any] = {
-        "tenant": tenant,
-        "role": role,
-        "adapters": adapters,
-        "min_priority": min_priority,
-        "log_text": log_text,
-    }
-    if slo_ttft_s is not None or slo_itl_s is not None:
-        fields["slo"] = {"ttft_s": slo_ttft_s, "itl_s": slo_itl_s}
     try:
-        rights = ApiKeyConfig.model_validate(fields)
+        rights = ApiKeyConfig.model_validate({"tenant": tenant, **given.fields()})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         fail(f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}")

@@ -6,6 +6,7 @@ import os
 import shlex
 import threading
 import time
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +40,7 @@ from fleet.local.state import FleetState
 from fleet.local.supervisor import FleetError, RayLostError, Supervisor
 from fleet.pools.cluster_call import ClusterCall
 from fleet.pools.nodes import CapacityError
+from loadtest.commands.option_groups import with_options
 
 _DOWN_LIMIT_S = 16.0
 _KILLED_LIMIT_S = 2.0
@@ -56,18 +58,26 @@ _Address = Annotated[
 _Port = Annotated[
     int | None, typer.Option(help="Port of the router. Default: BATON_PORT, else the file's.")
 ]
-_TakeOver = Annotated[
-    bool,
-    typer.Option("--take-over", help="Take the fleet over from another `baton up`."),
-]
-_Leave = Annotated[
-    bool,
-    typer.Option(
-        "--leave",
-        help="With --address: keep controller and workers running after a stop, for the next "
-        "`up` to adopt; `baton down FILE --address` ends them.",
-    ),
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cluster:
+    address: _Address = None
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Take the fleet over from another `baton up`.")
+    ] = False
+    leave: Annotated[
+        bool,
+        typer.Option(
+            "--leave",
+            help="With --address: keep controller and workers running after a stop, for the next "
+            "`up` to adopt; `baton down FILE --address` ends them.",
+        ),
+    ] = False
+
+
+_PRIVATE = _Cluster()
+
 _DryRun = Annotated[
     bool,
     typer.Option(
@@ -82,12 +92,11 @@ _Reconcile = Annotated[
 ]
 
 
+@with_options()
 def up(
     file: FileArgument = None,
-    address: _Address = None,
     port: _Port = None,
-    take_over: _TakeOver = False,
-    leave: _Leave = False,
+    cluster: _Cluster = _PRIVATE,
     dry_run: _DryRun = False,
     reconcile: _Reconcile = False,
 ) -> None:
@@ -117,18 +126,18 @@ def up(
         _announce(console, supervisor, config)
         serving.set()
 
-    if reconcile or (dry_run and address is None):
+    if reconcile or (dry_run and cluster.address is None):
         reconcile_running(config_file, config, dry_run=dry_run)
         return
-    if dry_run and address is not None:
-        _show_plan(config, address)
+    if dry_run and cluster.address is not None:
+        _show_plan(config, cluster.address)
         return
     file_again = config_file.absolute()  # before the supervisor changes the current folder
     supervisor = Supervisor(
         config,
         config_file,
         say,
-        None if address is None else RayCluster(address, take_over, leave),
+        None if cluster.address is None else RayCluster(**asdict(cluster)),
         reread=lambda: read_fleet_file(file_again, port)[1],
     )
     try:

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -46,87 +47,79 @@ def ls(at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
         console.print(f"from {escape(found['file'])}", soft_wrap=True)
 
 
-_Tpm = Annotated[
-    int | None, typer.Option(help="Tokens per minute, prompts and answers; 0: no limit.")
-]
-_Concurrent = Annotated[int | None, typer.Option(help="Requests at the same time; 0: no limit.")]
-_BudgetTokens = Annotated[
-    int | None, typer.Option(help="Tokens per calendar month (UTC); 0: no limit.")
-]
-_Weight = Annotated[
-    float | None,
-    typer.Option(help="Part of a busy fleet, relative to other tenants; 0: the default, 1."),
-]
-_KvShare = Annotated[
-    float | None,
-    typer.Option(
-        help="Part of the cached KV (0 to 1) above which it loses its own first; 0: none."
-    ),
-]
-_Models = Annotated[
-    str | None,
-    typer.Option(
-        help="Models and adapters that it may use, separated by commas; '': all.",
-        metavar="NAMES",
-    ),
-]
-_SloTtftS = Annotated[
-    float | None,
-    typer.Option(help="Limit of the time to first token, as `slo: {ttft_s}`; 0: the fleet's."),
-]
-_SloItlS = Annotated[
-    float | None, typer.Option(help="Limit of the mean ITL, as `slo: {itl_s}`; 0: the fleet's.")
-]
-_KeepS = Annotated[
-    str | None,
-    typer.Option(
-        help="Seconds for which its stored responses, files and batches are kept, or "
-        "`default`; 0: none is stored."
-    ),
-]
-_LogText = Annotated[
-    str | None,
-    typer.Option(help="`off`: its texts are not logged, whatever its keys allow. Or `default`."),
-]
+@dataclass(frozen=True, kw_only=True)
+class _Limits:
+    rpm: Annotated[int | None, typer.Option(help="Requests per minute; 0: no limit.")] = None
+    tpm: Annotated[
+        int | None, typer.Option(help="Tokens per minute, prompts and answers; 0: no limit.")
+    ] = None
+    tpd: Annotated[int | None, typer.Option(help="Tokens per day (UTC); 0: no limit.")] = None
+    concurrent: Annotated[
+        int | None, typer.Option(help="Requests at the same time; 0: no limit.")
+    ] = None
+    budget_tokens: Annotated[
+        int | None, typer.Option(help="Tokens per calendar month (UTC); 0: no limit.")
+    ] = None
+    weight: Annotated[
+        float | None,
+        typer.Option(help="Part of a busy fleet, relative to other tenants; 0: the default, 1."),
+    ] = None
+    kv_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Part of the cached KV (0 to 1) above which it loses its own first; 0: none."
+        ),
+    ] = None
+    models: Annotated[
+        str | None,
+        typer.Option(
+            help="Models and adapters that it may use, separated by commas; '': all.",
+            metavar="NAMES",
+        ),
+    ] = None
+    slo_ttft_s: Annotated[
+        float | None,
+        typer.Option(help="Limit of the time to first token, as `slo: {ttft_s}`; 0: the fleet's."),
+    ] = None
+    slo_itl_s: Annotated[
+        float | None, typer.Option(help="Limit of the mean ITL, as `slo: {itl_s}`; 0: the fleet's.")
+    ] = None
+    keep_s: Annotated[
+        str | None,
+        typer.Option(
+            help="Seconds for which its stored responses, files and batches are kept, or "
+            "`default`; 0: none is stored."
+        ),
+    ] = None
+    log_text: Annotated[
+        str | None,
+        typer.Option(
+            help="`off`: its texts are not logged, whatever its keys allow. Or `default`."
+        ),
+    ] = None
+
+    def body(self) -> dict[str, Any]:
+        """Return the limits that were given, as the router takes them."""
+        plain = ("rpm", "tpm", "tpd", "concurrent", "weight", "kv_share")
+        given = {name: getattr(self, name) for name in plain}
+        body = {name: value or None for name, value in given.items() if value is not None}
+        if self.budget_tokens is not None:
+            body["budget"] = {"tokens": self.budget_tokens} if self.budget_tokens else None
+        if self.models is not None:
+            body["models"] = [
+                name for name in map(str.strip, self.models.split(",")) if name
+            ] or None
+        body |= _latencies(self.slo_ttft_s, self.slo_itl_s)
+        return body | _retention(self.keep_s) | _text_logging(self.log_text)
 
 
 @tenants_app.command("set")
 @with_options()
 def set_(
-    tenant: _TenantArgument,
-    rpm: Annotated[int | None, typer.Option(help="Requests per minute; 0: no limit.")] = None,
-    tpm: _Tpm = None,
-    tpd: Annotated[int | None, typer.Option(help="Tokens per day (UTC); 0: no limit.")] = None,
-    concurrent: _Concurrent = None,
-    budget_tokens: _BudgetTokens = None,
-    weight: _Weight = None,
-    kv_share: _KvShare = None,
-    models: _Models = None,
-    slo_ttft_s: _SloTtftS = None,
-    slo_itl_s: _SloItlS = None,
-    keep_s: _KeepS = None,
-    log_text: _LogText = None,
-    at: FleetAddress = HERE,
-    as_json: _JsonOption = False,
+    tenant: _TenantArgument, limits: _Limits, at: FleetAddress = HERE, as_json: _JsonOption = False
 ) -> None:
     """Change limits of a tenant; those that are not given stay. Routers apply them on return."""
-    body: dict[str, Any] = {
-        name: value or None
-        for name, value in (
-            ("rpm", rpm),
-            ("tpm", tpm),
-            ("tpd", tpd),
-            ("concurrent", concurrent),
-            ("weight", weight),
-            ("kv_share", kv_share),
-        )
-        if value is not None
-    }
-    if budget_tokens is not None:
-        body["budget"] = {"tokens": budget_tokens} if budget_tokens else None
-    if models is not None:
-        body["models"] = [name.strip() for name in models.split(",") if name.strip()] or None
-    body |= _latencies(slo_ttft_s, slo_itl_s) | _retention(keep_s) | _text_logging(log_text)
+    body = limits.body()
     if not body:
         fail("give at least one limit, such as --rpm 600; `baton tenants set --help` lists them")
     found = _changed("PUT", tenant, at, body)

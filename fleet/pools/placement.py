@@ -27,7 +27,7 @@ from baton.config.fleet_file import FleetConfig
 from baton.registry.types import Role, is_worker_name
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.lanes import worker_prefix
-from fleet.pools.nodes import Node, choose, usable
+from fleet.pools.nodes import Node, choose, need_of, usable
 from fleet.pools.resources import bundles
 
 _LOG = logging.getLogger("fleet.pools.placement")
@@ -279,12 +279,9 @@ class Placements:
         """Return the best nodes for a replica, or an empty list without room."""
         failed = {node.address for node in nodes if node.id in self._failed_lately()}
         return choose(
-            role,
-            self._config.cpus_per_rank,
+            need_of(self._config, role),
             nodes,
             {w: (p.addresses, self.role_of(w)) for w, p in self._places.items()},
-            ranks=self._config.pools.width(role),
-            gpus=self._config.pools.gpus,
             closed=self.closed,
             avoid={*avoid, *failed},
         )

@@ -113,6 +113,14 @@ class Choices:
     warmup_s: Warmup = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """Options that repeat or continue a run."""
+
+    seed: Seed = 0
+    resume: Resume = False
+
+
 def run_options(
     choices: Choices, find_fleet: FindFleet | None, *, tools: bool = False
 ) -> RunOptions:

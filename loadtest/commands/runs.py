@@ -27,20 +27,19 @@ def replay(
     out: o.Out,
     recording: Recording,
     choices: o.Choices,
-    seed: o.Seed = 0,
-    resume: o.Resume = False,
+    repetition: o.Repetition,
 ) -> None:
     """Replay a recorded trace with its arrivals, lengths and shared prefixes.
 
     Recorded requests are JSON lines such as {"timestamp": MS, "body": {"messages": …}}.
     """
     try:
-        plan = recording.plan(trace, seed)
+        plan = recording.plan(trace, repetition.seed)
     except OSError as error:
         o.fail(file_reason(error))
     except ValueError as error:
         o.fail(str(error))
-    run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=resume)
+    run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=repetition.resume)
 
 
 @with_options()
@@ -49,18 +48,17 @@ def poisson(
     out: o.Out,
     arrivals: Disturbed,
     choices: o.Choices,
-    seed: o.Seed = 0,
-    resume: o.Resume = False,
+    repetition: o.Repetition,
 ) -> None:
     """Send requests at random times, independent of earlier responses (open loop).
 
     Shared prefixes, a hot tenant, long prompts and disconnecting clients can be added.
     """
     try:
-        plan = arrivals.plan("poisson" if arrivals.cv == 1 else "gamma", seed)
+        plan = arrivals.plan("poisson" if arrivals.cv == 1 else "gamma", repetition.seed)
     except ValueError as error:
         o.fail(str(error))
-    run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=resume)
+    run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=repetition.resume)
 
 
 @with_options("tenant_keys", "token_ids")
@@ -69,15 +67,14 @@ def sessions(
     out: o.Out,
     users: Users,
     choices: o.Choices,
-    seed: o.Seed = 0,
-    resume: o.Resume = False,
+    repetition: o.Repetition,
 ) -> None:
     """Simulate users who read each response, think, and ask again (closed loop)."""
     try:
-        plan = users.plan(seed)
+        plan = users.plan(repetition.seed)
     except ValueError as error:
         o.fail(str(error))
-    run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=resume)
+    run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=repetition.resume)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +88,10 @@ def agents(
     out: o.Out,
     load: AgentSessions,
     choices: _AgentChoices,
+    repetition: o.Repetition,
     alone: Annotated[
         bool, typer.Option("--alone", help="First run one session alone, to compare TTFT with.")
     ] = False,
-    seed: o.Seed = 0,
-    resume: o.Resume = False,
 ) -> None:
     """Simulate agents with tools and growing prompts (closed loop), and count cached tokens.
 
@@ -103,7 +99,7 @@ def agents(
     already got this seed has its prompts cached: change --seed.
     """
     try:
-        plan = load.plan(seed)
+        plan = load.plan(repetition.seed)
     except ValueError as error:
         o.fail(str(error))
     settings = o.run_options(choices, ctx.obj, tools=True)
@@ -115,6 +111,6 @@ def agents(
             raise typer.Exit(INTERRUPTED)
         write_results(out / "alone", before)
         compared = before.records
-    results = run(plan, settings, out, label=plan.name, resume=resume)
+    results = run(plan, settings, out, label=plan.name, resume=repetition.resume)
     turns = turn_figures(results.records, compared)
     show_and_write(msgspec.structs.replace(results, turns=turns), out)
