@@ -39,7 +39,6 @@ from fleet.ports import chosen_port, free_port, kv_listener
 from fleet.private_logs import open_log
 from fleet.worker.identity import capabilities_of
 from fleet.worker.settings import WorkerSettings
-from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.rank_pools import RankPools
 from kvtransfer.transport import ServingSide
 from kvtransfer.transports import servers
@@ -203,7 +202,6 @@ def _make_services(
         context.metrics,
         context.tracing,
         PrefixPuller(parts),
-        FrameTamperer.parse(settings.fault_injection),
         token=context.token,
         unsigned_pulls=settings.unsigned_pulls,
     )
