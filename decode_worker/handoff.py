@@ -125,8 +125,6 @@ class ReceivedHandoff:
         """Figures of the transfer; None unless all KV arrived and the engine still holds it."""
         return self._figures
 
-    # ---------------------------------------------------------------- verbs of the request
-
     def on_report(self, report: object) -> None:
         """Handle an engine report on the request's reservation."""
         match report:
@@ -197,8 +195,6 @@ class ReceivedHandoff:
         """Drop the puller's reference to this object, unless a task still runs."""
         if not self._tasks:
             self._puller.forget()
-
-    # ---------------------------------------------------------------- actions of the machine
 
     def _perform(self, actions: list[receiver_actions.Action]) -> None:
         for action in actions:
@@ -319,8 +315,6 @@ class ReceivedHandoff:
 
         work = self._puller.pull(pull, self._target, self._machine.generation)
         self._tasks.vital(work, "pull", broke)
-
-    # ---------------------------------------------------------------- events of the stream
 
     def on_stream_lost(self, peer_gone: bool, reason: str) -> None:
         """Handle the loss of the control stream."""

@@ -112,8 +112,6 @@ class _Link:
             return
         self._finish((self._blocks - figures.skip_blocks) * BLOCK_TOKENS)
 
-    # ---------------------------------------------------------------- events of the hand-off
-
     def on_first_tokens(self, first: FirstTokens) -> None:
         """Do nothing: a prompt without a response has no first tokens."""
 

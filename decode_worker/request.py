@@ -90,8 +90,6 @@ class DecodeRequest:
         else:
             self._close(self._error, None)
 
-    # ---------------------------------------------------------------- messages of the router
-
     def stop(self, error: BatonError) -> None:
         """End the request with an error (cancel, deadline, lapsed lease)."""
         if self.ended or self._error is not None:
@@ -161,8 +159,6 @@ class DecodeRequest:
         if self._handoff is not None and not self.ended:
             self._handoff.tick(now_ns)
 
-    # ---------------------------------------------------------------- events of the hand-off
-
     def on_first_tokens(self, first: FirstTokens) -> None:
         """Send the route and the first tokens to the router."""
         self._times.prefill_ns = first.prefill_ns
@@ -221,8 +217,6 @@ class DecodeRequest:
         """Repeat the request for another prefill worker."""
         if self._needed is not None and self._error is None:
             self.session.ask(self._needed)
-
-    # ---------------------------------------------------------------- reports of the engine
 
     def _on_report(self, report: Any) -> None:
         match report:

@@ -73,8 +73,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._rest: LoadReport | None = None  # the last report, if there was no work
         parts.engine.after_step.append(self._after_step)
 
-    # ---------------------------------------------------------------- gRPC
-
     async def Serve(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[pb.RouterFrame], context: Any
     ) -> AsyncIterator[pb.WorkerFrame]:
@@ -105,8 +103,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         session.renew()
         self._submit(request, session)
         return pb.SubmitAck()
-
-    # ---------------------------------------------------------------- frames from the router
 
     def _session(self, router_id: str) -> RouterSession:
         return self._sessions.setdefault(router_id, RouterSession(router_id))
@@ -215,8 +211,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         request.session = session
         request.resume(list(message.next_index))
 
-    # ---------------------------------------------------------------- time
-
     async def tick_forever(self) -> None:
         """Send status frames and check leases and stalls, as long as the worker runs."""
         while True:
@@ -251,8 +245,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def _after_step(self, step: StepDone) -> None:
         self._step.value = step.step
-
-    # ---------------------------------------------------------------- status
 
     def _report(self) -> LoadReport:
         status = self.status()

@@ -135,8 +135,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 if event.HasField("failed"):
                     return
 
-    # ---------------------------------------------------------------- hand-offs
-
     def _open(self, start: pb.PrefillStart) -> tuple[SentHandoff, bool]:
         """Return the hand-off of a stream, and whether it was open already."""
         key = (start.request_id, start.attempt, start.generation, start.decode_incarnation)
@@ -259,8 +257,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         handoff.events.put_nowait(pb.PrefillEvent(heartbeat=pb.Renew()))  # wakes the stream
         if self._handoffs.get(key) is handoff:
             del self._handoffs[key]
-
-    # ---------------------------------------------------------------- time
 
     async def watch_leases(self) -> None:
         """End hand-offs whose lease was not renewed; runs as long as the worker."""

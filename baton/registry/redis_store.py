@@ -149,8 +149,6 @@ class Registry:
         mark, changes = await self.send(("GET", self.key("birth")), ("GET", self.key("changes")))
         return (None if mark is None else bytes(mark)), changes
 
-    # --- workers and slots -----------------------------------------------------------------------
-
     async def register(self, record: WorkerRecord) -> None:
         """Write a worker's new or changed record; it expires in 10 s unless refreshed."""
         await self.send(*self._put("worker", record, WORKER_TTL_S), *self._changed())
@@ -249,8 +247,6 @@ class Registry:
             self._skipped[name] = reason
             _LOG.warning("skipping registry record %r: %s", name, reason)
             self.on_skipped(name)
-
-    # --- tickets: the order of requests across all routers ----------------------------------------
 
     async def take_tickets(self, count: int, above: int) -> int:
         """Take the next ``count`` tickets and return the first; no router gets them again.

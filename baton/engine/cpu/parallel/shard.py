@@ -266,8 +266,6 @@ class Shard:
         vocab = self.split.vocab
         return rows_VE[vocab.start : vocab.stop] if self.is_leader else rows_VE
 
-    # --- orders, from the leader ---------------------------------------------------------------
-
     def load(self) -> None:
         """Order the ranks to read their weights."""
         if self._others is not None:
@@ -330,8 +328,6 @@ class Shard:
         """Order the ranks to drop an adapter."""
         if self._others is not None:
             self._others.send(Drop(digest))
-
-    # --- tensors -------------------------------------------------------------------------------
 
     def embedding(self, tokens_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
         """Return ``[T, E]`` from the leader's table."""
