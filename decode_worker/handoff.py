@@ -265,7 +265,7 @@ class ReceivedHandoff:
         payload_bytes = tokens * geometry.block_bytes // geometry.block_tokens
         # small probes measure latency; `baton doctor` names a transport and sends large ones
         if self._target.transport or not self._submission.probe:
-            moving_s = duration_ns / 1e9 - self._parts.engine.decode_step_s
+            moving_s = duration_ns / 1e9 - self._parts.engine.rates.decode_step_s
             edge = self._parts.peers.edge(self._target.worker_id)
             edge.note(_ENGINE_WAY, payload_bytes, moving_s)
         self._note_committed(duration_ns, payload_bytes)

@@ -7,7 +7,6 @@ DIR/router.pem  HTTPS of routers             router.key  on the routers' hosts
 
 import contextlib
 import ipaddress
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.wire.tls import CertificateError
+from fleet.local.state import write_whole
 
 CA = "ca"
 FLEET = "fleet"
@@ -168,14 +168,5 @@ def _write(
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    _replace(folder / f"{kind}.key", raw)
-    _replace(folder / f"{kind}.pem", certificate.public_bytes(serialization.Encoding.PEM))
-
-
-def _replace(file: Path, contents: bytes) -> None:
-    scratch = file.with_name(f"{file.name}.new")
-    scratch.unlink(missing_ok=True)
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(contents)
-    scratch.replace(file)
+    write_whole(folder / f"{kind}.key", raw)
+    write_whole(folder / f"{kind}.pem", certificate.public_bytes(serialization.Encoding.PEM))

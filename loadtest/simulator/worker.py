@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 
-from batonpb.common_pb2 import BlockCounts, KvTier, WorkerIdentity, WorkerStatus
 from batonpb.common_pb2 import EdgeRate as EdgeRateMessage
+from batonpb.common_pb2 import WorkerIdentity, WorkerStatus
 
 from baton.engine.core.core import EngineCore, Publication
 from baton.engine.core.model_runner import GrammarStore, RunnerCapabilities
@@ -28,6 +28,7 @@ from baton.types import events as ev
 from baton.types.errors import BatonError
 from baton.types.geometry import KvGeometry
 from baton.types.params import SampledToken
+from baton.wire.worker_status import engine_status
 from kvtransfer.edge import EdgeRate
 from loadtest.simulator.clock import VirtualClock
 
@@ -359,44 +360,9 @@ class SimulatedWorker:
 
     def status(self) -> WorkerStatus:
         """Return the status as the Decode service reports it."""
-        load = self._load
-        blocks = self._load.blocks
-        fit = self._rates.prompt_fit
-        decode_fit = self._rates.decode_fit
-        return WorkerStatus(
-            identity=self._identity,
-            state="ready",
-            kv_blocks=BlockCounts(
-                total=blocks.total,
-                free=blocks.free,
-                cached=blocks.cached,
-                leased=blocks.in_use,
-                quarantined=blocks.quarantined,
-            ),
-            kv_tiers=[
-                KvTier(
-                    name=tier.name,
-                    blocks=tier.places,
-                    held_blocks=tier.held,
-                    block_s=tier.block_ns / 1e9,
-                )
-                for tier in load.tiers
-            ],
-            running=load.running,
-            waiting=load.waiting,
-            answering=load.answering,
-            load_age_ns=self._clock.now_ns - self._load_ns if self._steps else 0,
-            queued_prompt_tokens=load.queued_prompt_tokens,
-            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
-            prefill_token_s=fit.token_s,
-            prefill_context_s=fit.context_s,
-            queued_prompt_context=load.queued_prompt_context,
-            decode_step_s=self._rates.decode_step_s,
-            decode_base_s=decode_fit.step_s,
-            decode_row_s=decode_fit.row_s,
-            decode_context_s=decode_fit.context_s,
-            answering_context=load.answering_context,
-            coming_context=load.coming_context,
-            steps=load.step,
-            edges=self._edge_messages.values(),
-        )
+        status = engine_status(self._load, self._rates)
+        status.identity.CopyFrom(self._identity)
+        status.state = "ready"
+        status.load_age_ns = self._clock.now_ns - self._load_ns if self._steps else 0
+        status.edges.extend(self._edge_messages.values())
+        return status
