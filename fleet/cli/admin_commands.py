@@ -117,7 +117,7 @@ def restart(
     order(place, "roll" if rolling else "restart", workers, {"move": move})
     typer.echo(f"{worker or 'all workers'}: restarting{' one by one' if rolling else ''}")
     if waiting.wait:
-        in_use = [name for name, one in before.items() if one["state"] != "parked"]
+        in_use = [name for name, shown in before.items() if shown["state"] != "parked"]
         _wait(
             place, before, lambda now: _renewed(workers or in_use, before, now), waiting.timeout_s
         )
@@ -206,14 +206,17 @@ def scale(
 
 def _workers(place: FleetState | RemoteFleet, model: str | None = None) -> Workers:
     """Return the workers of one model, or of all."""
-    found = get_json(place, "/fleet")["workers"]
-    return {one["id"]: one for one in found if model in (None, one.get("model"))}
+    workers = get_json(place, "/fleet")["workers"]
+    return {worker["id"]: worker for worker in workers if model in (None, worker.get("model"))}
 
 
 def _workers_on(place: FleetState | RemoteFleet, node: str) -> list[str]:
-    found = order(place, "nodes", timeout_s=_MOVE_LIMIT_S)
+    nodes = order(place, "nodes", timeout_s=_MOVE_LIMIT_S)
     return [
-        name for one in found if node in (one["name"], one["address"]) for name in one["workers"]
+        name
+        for each in nodes
+        if node in (each["name"], each["address"])
+        for name in each["workers"]
     ]
 
 
@@ -229,8 +232,10 @@ def _renewed(names: Iterable[str], before: Workers, now: Workers) -> bool:
 
 def _has_sizes(sizes: dict[str, int | str | bool], now: Workers) -> bool:
     """Return whether the pools have so many workers, all of them ready."""
-    kept = [one for one in now.values() if one["state"] not in ("dead", "parked")]
-    states = {role: [one["state"] for one in kept if one["role"] == role] for role in sizes}
+    kept = [worker for worker in now.values() if worker["state"] not in ("dead", "parked")]
+    states = {
+        role: [worker["state"] for worker in kept if worker["role"] == role] for role in sizes
+    }
     return all(states[role] == ["ready"] * int(count) for role, count in sizes.items())
 
 
@@ -242,12 +247,12 @@ def _wait(
     model: str | None = None,
 ) -> None:
     """Show the changes of workers until ``done``; exit with code 1 if the time is over."""
-    shown = {name: _shown(one) for name, one in before.items()}
+    shown = {name: _shown(worker) for name, worker in before.items()}
     deadline_s = time.monotonic() + timeout_s
     while True:
         now = _workers(place, model)
-        for name, one in now.items():
-            line = _shown(one, before.get(name))
+        for name, worker in now.items():
+            line = _shown(worker, before.get(name))
             if shown.get(name) != line:
                 shown[name] = line
                 typer.echo(f"{name}: {line}")
@@ -318,18 +323,18 @@ def plan(
     if replayed.trace is not None:
         replay(replayed.trace, replayed.setup(), replayed.limit, as_json=as_json)
         return
-    found = order(at.reach(), "plan", model=model)
+    planned = order(at.reach(), "plan", model=model)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(planned, indent=2))
         return
     console = Console()
-    meaning = "it acts" if found["mode"] == "auto" else "it only decides"
-    console.print(f"planner: {found['mode']} ({meaning})")
-    if found["reason"]:
-        console.print(escape(found["reason"]))
-    for decided in found["decisions"][:_SHOWN_DECISIONS]:
+    meaning = "it acts" if planned["mode"] == "auto" else "it only decides"
+    console.print(f"planner: {planned['mode']} ({meaning})")
+    if planned["reason"]:
+        console.print(escape(planned["reason"]))
+    for decided in planned["decisions"][:_SHOWN_DECISIONS]:
         console.print(escape(_described(decided)))
-    if found["decisions"] and (figures := found["decisions"][0]["decision"].get("figures")):
+    if planned["decisions"] and (figures := planned["decisions"][0]["decision"].get("figures")):
         table = Table("figure", "value", box=SIMPLE_HEAD)
         for name, value in figures.items():
             table.add_row(name, f"{value:g}")
@@ -354,17 +359,17 @@ def _described(decided: dict[str, Any]) -> str:
 @with_options()
 def nodes(at: FleetAddress = HERE, as_json: JsonOption = False) -> None:
     """Show the nodes of the cluster and their workers."""
-    found = order(at.reach(), "nodes", timeout_s=_MOVE_LIMIT_S)
+    shown = order(at.reach(), "nodes", timeout_s=_MOVE_LIMIT_S)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(shown, indent=2))
         return
-    gpus = any(node.get("gpus") for node in found)
+    gpus = any(node.get("gpus") for node in shown)
     titles = ["node", "address", "state", "CPUs", "free", *["GPUs", "free"] * gpus, "workers"]
     table = Table(*titles, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in table.columns:
         column.no_wrap = column.header not in ("node", "workers")
         column.overflow = "fold"
-    for node in found:
+    for node in shown:
         marks = ["head"] * node["head"] + ["closed"] * node["closed"]
         marks += [f"for {role}" for role in node["roles"]]
         numbers = ("cpus", "free_cpus", *("gpus", "free_gpus") * gpus)

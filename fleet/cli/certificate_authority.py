@@ -108,10 +108,10 @@ def _read_ca(folder: Path) -> _Signer:
 
 def _names_in(file: Path) -> list[str]:
     try:
-        found = x509.load_pem_x509_certificate(file.read_bytes())
+        certificate = x509.load_pem_x509_certificate(file.read_bytes())
     except (OSError, ValueError) as error:
         raise CertificateError(f"cannot renew {file}: {error}") from error
-    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     addresses = names.get_values_for_type(x509.IPAddress)
     return [*names.get_values_for_type(x509.DNSName), *map(str, addresses)]
 

@@ -133,10 +133,12 @@ def logs(
 
 
 def _remote_logs(place: FleetState | RemoteFleet, worker: str | None, lines: int) -> None:
-    found = order(place, "logs", [worker] if worker else [], {"lines": lines}, timeout_s=30.0)
-    if not any(found.values()):
+    logs_by_node = order(
+        place, "logs", [worker] if worker else [], {"lines": lines}, timeout_s=30.0
+    )
+    if not any(logs_by_node.values()):
         fail(f"no node has a log of {worker or 'any process'}")
-    for node, files in found.items():
+    for node, files in logs_by_node.items():
         for name, text in files.items():
             typer.echo(f"==> {node}: {name} <==\n{text}\n")
 
@@ -163,8 +165,8 @@ def config_check(file: FileArgument = None, as_json: JsonOption = False) -> None
     notes += preflight.notes(config)
     missing = [*missing_files(config), *missing_resources(config)]
     if as_json:
-        found = {"file": str(config_file), "models": models, "notes": notes, "missing": missing}
-        typer.echo(json.dumps(found, indent=2))
+        result = {"file": str(config_file), "models": models, "notes": notes, "missing": missing}
+        typer.echo(json.dumps(result, indent=2))
         return
     for text in models:
         typer.echo(f"{config_file}: ok ({text})")

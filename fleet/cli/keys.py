@@ -98,15 +98,15 @@ def create(
 @with_options()
 def ls(at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
     """List the issued API keys. Keys in the fleet file have no id and are not listed."""
-    found = ask_router(at.reach(), "GET", _PATH)
+    listed = ask_router(at.reach(), "GET", _PATH)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(listed, indent=2))
         return
     columns = [Column("id", no_wrap=True), Column("tenant", overflow="fold")]
     names = ("role", "state", "created", "expires", "last used")
     columns += [Column(name, no_wrap=True) for name in names]
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for key in sorted(found["keys"], key=lambda key: (key["tenant"], key["created"])):
+    for key in sorted(listed["keys"], key=lambda key: (key["tenant"], key["created"])):
         table.add_row(
             key["id"],
             escape(key["tenant"]),
@@ -117,7 +117,7 @@ def ls(at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
             key["last_used"] or "–",
         )
     Console().print(table)
-    age_s = found["age_s"]
+    age_s = listed["age_s"]
     if age_s is None or age_s > _STALE_S:
         age = "an unknown time" if age_s is None else f"{age_s:.0f} s"
         Console(stderr=True).print(f"Redis is unavailable: state of {age} ago")
@@ -161,14 +161,14 @@ def revoke(key_id: _IdArgument, at: FleetAddress = HERE, as_json: _JsonOption = 
     Running responses finish. Without Redis, the routers of one host refuse it: repeat the command
     with the --url of each other host, whose routers otherwise learn of it when Redis answers.
     """
-    found = ask_router(at.reach(), "DELETE", f"{_PATH}/{_checked(key_id)}")
-    if found["everywhere"]:
+    revoked = ask_router(at.reach(), "DELETE", f"{_PATH}/{_checked(key_id)}")
+    if revoked["everywhere"]:
         time.sleep(_EVERYWHERE_S)
     else:
         where = "this router and the others of its host"
         note = f"Redis is unavailable: revoked at {where}; elsewhere when Redis answers"
         Console(stderr=True, highlight=False, soft_wrap=True).print(note)
-    typer.echo(json.dumps(found, indent=2) if as_json else f"{key_id}: revoked")
+    typer.echo(json.dumps(revoked, indent=2) if as_json else f"{key_id}: revoked")
 
 
 @keys_app.command("import")

@@ -204,10 +204,10 @@ def _cacert(supervisor: Supervisor, config: FleetConfig) -> str:
     beside = Path(https.certificate).parent / "ca.pem"  # as `baton certs` writes it
     of_workers = [config.pools.tls.ca] if config.pools.tls is not None else []
     files = [str(beside), *of_workers, https.certificate]
-    found = authority_for(supervisor.url, files)
-    if found is None:
+    authority = authority_for(supervisor.url, files)
+    if authority is None:
         return " --cacert CA_FILE"
-    return f" --cacert {shlex.quote(found)}" if found else ""
+    return f" --cacert {shlex.quote(authority)}" if authority else ""
 
 
 def down(

@@ -40,23 +40,23 @@ def ls(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the models with their workers, and the names with their models."""
-    found = ask_router(at.reach(), "GET", _PATH)
+    listed = ask_router(at.reach(), "GET", _PATH)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(listed, indent=2))
         return
     console = Console(highlight=False)
     models = _table("model", "version", "workers", "running", "waiting")
-    for one in found["models"]:
-        workers = ", ".join(f"{count} {state}" for state, count in one["workers"].items())
-        figures = (str(one["running"]), str(one["waiting"]))
-        models.add_row(escape(one["name"]), one["version"], workers or "–", *figures)
-        for adapter in one["adapters"]:
+    for model in listed["models"]:
+        workers = ", ".join(f"{count} {state}" for state, count in model["workers"].items())
+        figures = (str(model["running"]), str(model["waiting"]))
+        models.add_row(escape(model["name"]), model["version"], workers or "–", *figures)
+        for adapter in model["adapters"]:
             held = f"held by {adapter['held_by_workers']}"
             models.add_row(f"  {escape(adapter['name'])}", adapter["version"], held, "", "")
     console.print(models)
-    if found["routes"]:
+    if listed["routes"]:
         names = _table("name", "answered by", "previous", "gate")
-        for name, entry in found["routes"].items():
+        for name, entry in listed["routes"].items():
             previous = escape(entry["previous"]) or "–"
             names.add_row(
                 escape(name), escape(_described(entry)), previous, escape(_gate(entry)) or "–"
@@ -164,17 +164,17 @@ def gate(
         except GoldenFileError as error:
             fail(str(error))
         body["golden"] = msgspec.to_builtins(prompts)
-    found = ask_router(at.reach(), "POST", _PATH, body, _GATE_S)["golden"]
-    if found is None:
+    outcome = ask_router(at.reach(), "POST", _PATH, body, _GATE_S)["golden"]
+    if outcome is None:
         fail(f"{model} has no golden prompts: use --golden FILE, or `gates` in the fleet file")
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(outcome, indent=2))
     else:
-        typer.echo(f"{model}: {_round(found)}")
+        typer.echo(f"{model}: {_round(outcome)}")
         for kind in ("wrong", "failed"):
-            for name, problem in found[kind].items():
+            for name, problem in outcome[kind].items():
                 typer.echo(f"{kind} {name}: {problem}")
-    raise typer.Exit(0 if found["passed"] else 1)
+    raise typer.Exit(0 if outcome["passed"] else 1)
 
 
 @models_app.command("promote")
@@ -213,9 +213,9 @@ def remove(name: _NameArgument, at: FleetAddress = HERE) -> None:
 
 
 def _change(at: FleetAddress, **body: Any) -> None:
-    found = ask_router(at.reach(), "POST", _PATH, body)
-    entry = found["route"]
-    name = found["name"]
+    changed = ask_router(at.reach(), "POST", _PATH, body)
+    entry = changed["route"]
+    name = changed["name"]
     if body["verb"] == "rollback":
         typer.echo(f"{name}: back to {_described(entry) if entry is not None else name}")
     else:
@@ -260,10 +260,10 @@ def _gate(entry: dict[str, Any]) -> str:
     return counted if golden is None else f"{counted}; {_round(golden)}"
 
 
-def _round(found: dict[str, Any]) -> str:
-    prompts = "golden prompt" if found["right"] == 1 else "golden prompts"
-    parts = [f"{found['right']} {prompts} right"]
-    parts += [f"{len(found[kind])} {kind}" for kind in ("wrong", "failed") if found[kind]]
+def _round(outcome: dict[str, Any]) -> str:
+    prompts = "golden prompt" if outcome["right"] == 1 else "golden prompts"
+    parts = [f"{outcome['right']} {prompts} right"]
+    parts += [f"{len(outcome[kind])} {kind}" for kind in ("wrong", "failed") if outcome[kind]]
     return ", ".join(parts)
 
 

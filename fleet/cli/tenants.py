@@ -33,18 +33,18 @@ _TenantArgument = Annotated[str, typer.Argument(help="Name of the tenant, as in 
 @with_options()
 def ls(at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
     """List the tenants that have limits, with their limits."""
-    found = ask_router(at.reach(), "GET", _PATH)
+    listed = ask_router(at.reach(), "GET", _PATH)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(listed, indent=2))
         return
     columns = [Column("tenant", overflow="fold", max_width=30), Column("limits", overflow="fold")]
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for tenant in found["tenants"]:
+    for tenant in listed["tenants"]:
         table.add_row(escape(tenant["tenant"]), escape(_described(tenant)))
     console = Console(highlight=False)
     console.print(table)
-    if found.get("file"):
-        console.print(f"from {escape(found['file'])}", soft_wrap=True)
+    if listed.get("file"):
+        console.print(f"from {escape(listed['file'])}", soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +122,11 @@ def set_(
     body = limits.body()
     if not body:
         fail("give at least one limit, such as --rpm 600; `baton tenants set --help` lists them")
-    found = _changed("PUT", tenant, at, body)
+    policy = _changed("PUT", tenant, at, body)
     typer.echo(
-        json.dumps(found, indent=2) if as_json else f"{tenant}: {_described(found) or 'no limits'}"
+        json.dumps(policy, indent=2)
+        if as_json
+        else f"{tenant}: {_described(policy) or 'no limits'}"
     )
 
 
@@ -160,12 +162,12 @@ def delete(tenant: _TenantArgument, at: FleetAddress = HERE, as_json: _JsonOptio
     Prints a receipt. Revoke its keys first (`baton keys revoke`): they stay, and so do the sums of
     its use. Exits with 1 if something could not be deleted.
     """
-    found = _changed("DELETE", tenant, at)
+    receipt = _changed("DELETE", tenant, at)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(receipt, indent=2))
     else:
-        Console(highlight=False, soft_wrap=True).print(escape(receipt_text(found)))
-    if found["not_deleted"]:
+        Console(highlight=False, soft_wrap=True).print(escape(receipt_text(receipt)))
+    if receipt["not_deleted"]:
         raise typer.Exit(1)
 
 
@@ -202,6 +204,6 @@ def _changed(
 ) -> dict[str, Any]:
     if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", tenant) is None:
         fail(f"TENANT {tenant!r}: must be 1 to 64 characters of letters, digits, '_', '.' and '-'")
-    found = ask_router(at.reach(), method, f"{_PATH}/{tenant}", body, 60.0)
+    answer = ask_router(at.reach(), method, f"{_PATH}/{tenant}", body, 60.0)
     time.sleep(_EVERYWHERE_S)
-    return found
+    return answer

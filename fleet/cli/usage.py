@@ -56,14 +56,14 @@ def usage(
     if begin_s >= end_s:
         fail("--from must be before --to")
     path = f"/fleet/usage?start_time={begin_s}&end_time={end_s}&by={by.replace(' ', '')}"
-    found = ask_router(at.reach(), "GET", path)
+    used = ask_router(at.reach(), "GET", path)
     names = [name for name in _NAMES if name in by.split(",")]
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(used, indent=2))
     elif as_csv:
-        _print_csv(found["lines"], names)
+        _print_csv(used["lines"], names)
     else:
-        _print_table(found["lines"], names or ["tenant"])
+        _print_table(used["lines"], names or ["tenant"])
 
 
 def _seconds(given: str, option: str) -> int:

@@ -136,13 +136,13 @@ class ClusterPools:
 
     def slots(self) -> list[dict[str, Any]]:
         """Return worker_id, phase, epoch, reason and node of each slot that is known."""
-        found: list[dict[str, Any]] = []
+        slots: list[dict[str, Any]] = []
         with contextlib.suppress(RegistryUnavailableError, TimeoutError):
             for lane in self._specs():
                 asked = self._orders(lane).ask("slots", timeout_s=_PING_LIMIT_S)
                 answer = self._call(asked, 10.0)
-                found += answer.data if answer is not None else []
-        return found
+                slots += answer.data if answer is not None else []
+        return slots
 
     def problem(self) -> str:
         """Return why this process must stop supervising; empty if it need not."""

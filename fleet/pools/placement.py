@@ -185,7 +185,7 @@ class Placements:
 
     async def nodes(self) -> list[Node]:
         """Return the cluster's live nodes; what is free excludes this fleet's reservations."""
-        found = await asyncio.to_thread(cluster_nodes)
+        listed = await asyncio.to_thread(cluster_nodes)
         ranks = Counter(node.address for place in self._places.values() for node in place.nodes)
         cpus = self._config.cpus_per_rank
         gpus = self._config.pools.gpus
@@ -195,7 +195,7 @@ class Placements:
                 free_cpus=min(node.free_cpus, node.cpus - cpus * ranks[node.address]),
                 free_gpus=min(node.free_gpus, node.gpus - gpus * ranks[node.address]),
             )
-            for node in found
+            for node in listed
         ]
 
     async def _on_chosen_node(
@@ -392,7 +392,7 @@ def groups_of(
     fleet: str,
 ) -> dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[Size, ...]]]:
     """Return worker id -> (group, node ids of its ranks, reservations of its ranks)."""
-    found: dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[Size, ...]]] = {}
+    groups: dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[Size, ...]]] = {}
     stem = group_stem(fleet)
     entries: list[dict[str, Any]] = sorted(
         placement_group_table().values(), key=lambda e: e["name"]
@@ -404,13 +404,13 @@ def groups_of(
         if not ours or entry["state"] == "REMOVED":
             continue
         group = PlacementGroup(ray.PlacementGroupID.from_hex(entry["placement_group_id"]))
-        if worker_id in found:  # two groups of a slot: release the older one
-            remove_placement_group(found[worker_id][0])
+        if worker_id in groups:  # two groups of a slot: release the older one
+            remove_placement_group(groups[worker_id][0])
         by_bundle: dict[int, str] = entry.get("bundles_to_node_id", {})
         node_ids = tuple(node for _, node in sorted(by_bundle.items()) if node)
         asked: list[dict[str, float]] = list(entry.get("bundles", {}).values())
-        found[worker_id] = (group, node_ids, tuple(_size(bundle) for bundle in asked))
-    return found
+        groups[worker_id] = (group, node_ids, tuple(_size(bundle) for bundle in asked))
+    return groups
 
 
 def _size(bundle: Mapping[str, float]) -> Size:

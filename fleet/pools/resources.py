@@ -268,14 +268,14 @@ def controller_name(fleet: str) -> str:
 
 def actors_among(names: Sequence[Mapping[str, str]], fleet: str) -> list[tuple[str, int]]:
     """Return worker id and epoch in the name of the workers among Ray's named actors, sorted."""
-    found = []
+    workers = []
     stem = f"baton-{fleet}-"
     for entry in names:
         worker_id, _, epoch = entry["name"].removeprefix(stem).rpartition("-")
         ours = entry["namespace"] == NAMESPACE and entry["name"].startswith(stem)
         if ours and is_worker_name(worker_id, worker_prefix(fleet)) and epoch.isdigit():
-            found.append((worker_id, int(epoch)))
-    return sorted(found)
+            workers.append((worker_id, int(epoch)))
+    return sorted(workers)
 
 
 def lives_among(names: Sequence[Mapping[str, str]], fleet: str) -> dict[str, int]:

@@ -222,8 +222,8 @@ def make_publishers(
         tier: KvEventPublisher(context.registry, tier_incarnation(incarnation, tier), count)
         for tier in context.settings.engine.kv_tiers.names
     }
-    for one in (publisher, *tiers.values()):
-        stack.push_async_callback(one.stop)
+    for each in (publisher, *tiers.values()):
+        stack.push_async_callback(each.stop)
     presence = Presence(context.registry, record, count)
     stack.push_async_callback(presence.stop)
     return Publishers(presence, publisher, tiers)

@@ -75,10 +75,10 @@ def _hash_functions() -> ctypes.Array[ctypes.c_void_p] | None:
         return None
     addresses = []
     for names in _HASH_FUNCTIONS:
-        found = next((name for name in names if hasattr(exported, name)), None)
-        if found is None:
+        symbol = next((name for name in names if hasattr(exported, name)), None)
+        if symbol is None:
             return None
-        addresses.append(ctypes.cast(exported[found], _POINTER).value or 0)
+        addresses.append(ctypes.cast(exported[symbol], _POINTER).value or 0)
     whole = ctypes.CFUNCTYPE(_U64, ctypes.c_char_p, ctypes.c_size_t, _U64)(addresses[0])
     sample = bytes(range(256)) * 4
     if whole(sample, len(sample), 7) != xxhash.xxh3_64_intdigest(sample, 7):

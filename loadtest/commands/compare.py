@@ -130,8 +130,8 @@ def _show(a: list[Results], b: list[Results], names: tuple[str, str], *, as_json
             {"figure": what, "a": of_a, "b": of_b, "b_to_a": ratio}
             for what, of_a, of_b, ratio in rows_of(a, b)
         ]
-        found = {"a": names[0], "b": names[1], "figures": rows, "differences": unlike(a[0], b[0])}
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        result = {"a": names[0], "b": names[1], "figures": rows, "differences": unlike(a[0], b[0])}
+        typer.echo(msgspec.json.format(msgspec.json.encode(result), indent=2))
         return
     console = Console()
     console.print(comparison_table(rows_of(a, b), names))

@@ -170,15 +170,15 @@ def _settled(choices: Choices, url: str, tools: bool) -> ServerOptions:
 def _url(url: str, find_fleet: FindFleet | None) -> str:
     if url:
         return url
-    found = find_fleet() if find_fleet is not None else None
-    if found is None:
+    local = find_fleet() if find_fleet is not None else None
+    if local is None:
         raise ServerError("no single fleet is running here: give --url http://host:port")
-    return found.url
+    return local.url
 
 
 def _pair(text: str, separator: str) -> tuple[str, str]:
-    name, found, value = text.partition(separator)
-    if not found or not name.strip():
+    name, separated, value = text.partition(separator)
+    if not separated or not name.strip():
         raise ValueError(f"{text.partition('=')[0]!r} must have the form NAME{separator}VALUE")
     return name.strip(), value.strip()
 
@@ -188,10 +188,10 @@ def typed_command(arguments: Sequence[str]) -> str:
     shown = ["baton"]
     hide = False
     for argument in arguments:
-        option, found, _ = argument.partition("=")
+        option, joined, _ = argument.partition("=")
         if hide:
             shown.append("…")
-        elif found and option in _SECRETS:
+        elif joined and option in _SECRETS:
             shown.append(f"{option}=…")
         else:
             shown.append(argument)

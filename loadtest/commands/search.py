@@ -47,7 +47,7 @@ def search(
     For publishable figures use `--requests 2000` and three seeds; the default is a first look.
     """
     try:
-        found = RateSearch(arrivals.rate, precision=measured.precision)
+        rates = RateSearch(arrivals.rate, precision=measured.precision)
         parse_lengths(arrivals.prompt_tokens)
         parse_lengths(arrivals.answer_tokens)
     except ValueError as error:
@@ -56,7 +56,7 @@ def search(
     run_options = o.run_options(choices, ctx.obj)
     runs: list[Results] = []
     interrupted = False
-    while (tried := found.next_rate()) is not None:
+    while (tried := rates.next_rate()) is not None:
         plan = replace(arrivals, rate=tried).plan("search", 1000 * seed + len(runs))
         warmup_s = measured.warmup_share * max(c.start_s for c in plan.conversations)
         at_rate = replace(run_options, warmup_s=warmup_s)
@@ -64,13 +64,13 @@ def search(
         if interrupted := not results.complete:
             break
         runs.append(results)
-        found.add(_point(tried, results))
-        Console().print(search_table(found.points))
+        rates.add(_point(tried, results))
+        Console().print(search_table(rates.points))
     if not runs:
         raise typer.Exit(INTERRUPTED)
-    best = found.best
-    number = found.points.index(best) if best is not None else len(runs) - 1
-    write_folder(msgspec.structs.replace(runs[number], search=found.points), out)
+    best = rates.best
+    number = rates.points.index(best) if best is not None else len(runs) - 1
+    write_folder(msgspec.structs.replace(runs[number], search=rates.points), out)
     if interrupted:
         o.echo("[yellow]interrupted: the report has the rates tried so far[/]")
         raise typer.Exit(INTERRUPTED)

@@ -47,7 +47,7 @@ async def model_with_copy(fleet: FleetView) -> str:
     Raises:
         DrillError: There is none.
     """
-    models: list[str] = [one["name"] for one in (await fleet.models())["models"]]
+    models: list[str] = [model["name"] for model in (await fleet.models())["models"]]
     pairs = [name for name in models if f"{name}{_SUFFIX}" in models]
     if not pairs:
         raise DrillError(

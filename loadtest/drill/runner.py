@@ -157,10 +157,10 @@ class DrillRunner:
         async def measure(rate: float) -> PhaseFigures:
             return await goodput(rate, _SEARCH_S, self._options.server, limits)
 
-        found = await held_rate(measure, await measure(workers / limits.own_s))
-        if found is None:
+        held = await held_rate(measure, await measure(workers / limits.own_s))
+        if held is None:
             raise DrillError("the fleet holds no tried rate: set --holds")
-        return found.rate
+        return held.rate
 
     async def _load_and_fault(self, drill: Drill, scene: Scene) -> "_Run":
         rng = np.random.default_rng(self._options.seed)

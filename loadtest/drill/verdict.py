@@ -37,7 +37,7 @@ class ShownWorker(msgspec.Struct, frozen=True, kw_only=True):
 
     def leaks(self) -> list[str]:
         """Return what an idle worker still holds, and blocks that do not add up."""
-        found = [
+        leaks = [
             f"{self.id}: {count} {what}"
             for what, count in (
                 ("blocks leased", self.kv_blocks["leased"]),
@@ -49,10 +49,10 @@ class ShownWorker(msgspec.Struct, frozen=True, kw_only=True):
         ]
         parts = sum(self.kv_blocks[k] for k in ("free", "cached", "leased", "quarantined"))
         if parts != self.kv_blocks["total"]:
-            found.append(
+            leaks.append(
                 f"{self.id}: {parts} of {self.kv_blocks['total']} blocks are accounted for"
             )
-        return found
+        return leaks
 
 
 class DrillOutcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,8 +37,8 @@ def machine() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
-    found = re.search(r"model name\s*: (.*)", text)
-    return f"{found[1] if found else 'unknown processor'}, {os.cpu_count()} cores"
+    cpu = re.search(r"model name\s*: (.*)", text)
+    return f"{cpu[1] if cpu else 'unknown processor'}, {os.cpu_count()} cores"
 
 
 def run_in_process(name: str, context: LabContext) -> Findings:
@@ -160,12 +160,12 @@ def _wait_ready(process: "subprocess.Popen[bytes]", output: Path, progress: Prog
     until_s = time.monotonic() + _START_LIMIT_S
     while time.monotonic() < until_s:
         text = output.read_text(errors="replace")
-        if found := re.search(r"Baton is ready at (\S+)/v1", text):
-            return found[1]
+        if match := re.search(r"Baton is ready at (\S+)/v1", text):
+            return match[1]
         if process.poll() is not None:
             raise LabError(f"the fleet did not start:\n{text[-2000:]}")
-        if found := re.search(r"waiting for (.+)\n$", text):
-            progress.awaited = found[1]
+        if match := re.search(r"waiting for (.+)\n$", text):
+            progress.awaited = match[1]
         time.sleep(0.2)
     raise LabError(f"the fleet was not ready after {_START_LIMIT_S:.0f} s")
 

@@ -72,12 +72,12 @@ def findings_of(
         answer_tokens: Length of every response.
     """
     best = max(splits, key=lambda split: split.figures.good_per_s)
-    results = [_result(one, best, base, limits) for one in steered]
+    results = [_result(run, best, base, limits) for run in steered]
     return Findings(
         parameters={
             **_parameters(limits, answer_tokens),
             "rate that the best split holds (1.0 x), 1/s": base.rate,
-            **{f"decisions of the planner from {one.start}": _decisions(one) for one in steered},
+            **{f"decisions of the planner from {run.start}": _decisions(run) for run in steered},
         },
         columns=_COLUMNS,
         rows=[
@@ -125,7 +125,8 @@ def _result(
     ratio = figures[-1].good_per_s / base.good_per_s
     return _Result(
         rows=[
-            _row(f"{title}, {phase.name}", one) for phase, one in zip(phases, figures, strict=True)
+            _row(f"{title}, {phase.name}", phase_figures)
+            for phase, phase_figures in zip(phases, figures, strict=True)
         ],
         plot=Plot(
             title=title,

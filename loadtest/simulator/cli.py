@@ -172,8 +172,8 @@ def replay(trace: Path, setup: Setup, limit: int | None = None, *, as_json: bool
         if simulation.planner is not None:
             decisions = simulation.planner.decisions
     if as_json:
-        found = {"decisions": decisions, "figures": results}
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        result = {"decisions": decisions, "figures": results}
+        typer.echo(msgspec.json.format(msgspec.json.encode(result), indent=2))
         return
     Console().print(turns_table(decisions))
     Console().print(goodput_table(results))
@@ -203,7 +203,9 @@ def _run(
             simulation.run()
     except KeyboardInterrupt:
         simulation.drop_unfinished()
-    ended = [one for one, record in zip(requests, all_records, strict=True) if record.ended_ns]
+    ended = [
+        request for request, record in zip(requests, all_records, strict=True) if record.ended_ns
+    ]
     sys.stderr.write(
         f"{name}: {len(ended):,} requests, {simulation.clock.now_ns / 1e9:,.0f} s "
         f"simulated in {time.perf_counter() - began_s:.1f} s\n"

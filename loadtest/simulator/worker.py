@@ -277,7 +277,9 @@ class SimulatedWorker:
 
     def _publish(self, steps: _Steps, done: int) -> None:
         if self.alive:
-            due = [one.on_layers_done(done, LAYER_GROUPS) for one in steps.publications]
+            due = [
+                publication.on_layers_done(done, LAYER_GROUPS) for publication in steps.publications
+            ]
             self._deliver([published for published in due if published is not None])
 
     def _end(self, number: int) -> None:
