@@ -19,20 +19,19 @@ _GIB = 1 << 30
 _MIB = 1 << 20
 
 
-_Model = Annotated[str, typer.Argument(help="Model reference, like `model:` in a fleet file.")]
-_Memory = Annotated[
-    float | None,
-    typer.Option(min=0.1, help="Memory limit in GiB. Default: free memory of this machine."),
-]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, with sizes in bytes.")]
-
-
 @with_options()
 def capacity(
     options: CapacityOptions,
-    model: _Model = DEFAULT_MODEL,
-    memory: _Memory = None,
-    as_json: _AsJson = False,
+    model: Annotated[
+        str, typer.Argument(help="Model reference, like `model:` in a fleet file.")
+    ] = DEFAULT_MODEL,
+    memory: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Memory limit in GiB. Default: free memory of this machine."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, with sizes in bytes.")
+    ] = False,
 ) -> None:
     """Compute the memory that one worker needs, and whether it fits. Starts nothing.
 

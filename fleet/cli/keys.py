@@ -38,9 +38,6 @@ keys_app = typer.Typer(
 )
 
 _JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_ExpiresOption = Annotated[
-    str | None, typer.Option("--expires", help="Lifetime, such as 90d, 12h or 30m. Default: none.")
-]
 _IdArgument = Annotated[str, typer.Argument(help="Id of the key, the second part of its text.")]
 
 
@@ -77,7 +74,10 @@ class _Rights:
 def create(
     tenant: Annotated[str, typer.Argument(help="Tenant that owns the requests of the key.")],
     given: _Rights,
-    expires: _ExpiresOption = None,
+    expires: Annotated[
+        str | None,
+        typer.Option("--expires", help="Lifetime, such as 90d, 12h or 30m. Default: none."),
+    ] = None,
     at: FleetAddress = HERE,
     as_json: _JsonOption = False,
 ) -> None:

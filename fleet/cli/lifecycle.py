@@ -51,18 +51,12 @@ _REFUSALS = (
 )
 
 
-_Address = Annotated[
-    str | None,
-    typer.Option(help="Existing Ray cluster (`auto` or HOST:PORT). Default: a private Ray."),
-]
-_Port = Annotated[
-    int | None, typer.Option(help="Port of the router. Default: BATON_PORT, else the file's.")
-]
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Cluster:
-    address: _Address = None
+    address: Annotated[
+        str | None,
+        typer.Option(help="Existing Ray cluster (`auto` or HOST:PORT). Default: a private Ray."),
+    ] = None
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Take the fleet over from another `baton up`.")
     ] = False
@@ -78,27 +72,26 @@ class _Cluster:
 
 _PRIVATE = _Cluster()
 
-_DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run",
-        help="Show what would change in the running fleet, or with --address the nodes of the "
-        "workers, and exit.",
-    ),
-]
-_Reconcile = Annotated[
-    bool,
-    typer.Option("--reconcile", help="Apply a changed file to the running fleet, and exit."),
-]
-
 
 @with_options()
 def up(
     file: FileArgument = None,
-    port: _Port = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the router. Default: BATON_PORT, else the file's.")
+    ] = None,
     cluster: _Cluster = _PRIVATE,
-    dry_run: _DryRun = False,
-    reconcile: _Reconcile = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Show what would change in the running fleet, or with --address the nodes of the "
+            "workers, and exit.",
+        ),
+    ] = False,
+    reconcile: Annotated[
+        bool,
+        typer.Option("--reconcile", help="Apply a changed file to the running fleet, and exit."),
+    ] = False,
 ) -> None:
     """Start a fleet and run it in the foreground; Ctrl-C stops it.
 

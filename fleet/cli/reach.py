@@ -19,20 +19,8 @@ from fleet.local.http_trust import trusted
 from fleet.local.state import FleetState
 from loadtest.reasons import http_reason
 
-_Url = Annotated[
-    str | None,
-    typer.Option("--url", envvar="BATON_URL", help="URL of a router elsewhere. Also BATON_URL."),
-]
 ModelOption = Annotated[
     str | None, typer.Option("--model", help="Model; needed if the fleet serves several.")
-]
-_ApiKey = Annotated[
-    str,
-    typer.Option(
-        "--api-key",
-        envvar="BATON_API_KEY",
-        help="Operator key for --url; as BATON_API_KEY it does not appear in `ps`.",
-    ),
 ]
 
 
@@ -41,8 +29,20 @@ class FleetAddress:
     """Options that select a fleet: of this machine, or by the URL of a router."""
 
     fleet: FleetOption = None
-    url: _Url = None
-    api_key: _ApiKey = ""
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url", envvar="BATON_URL", help="URL of a router elsewhere. Also BATON_URL."
+        ),
+    ] = None
+    api_key: Annotated[
+        str,
+        typer.Option(
+            "--api-key",
+            envvar="BATON_API_KEY",
+            help="Operator key for --url; as BATON_API_KEY it does not appear in `ps`.",
+        ),
+    ] = ""
 
     def reach(self) -> FleetState | RemoteFleet:
         """Return the fleet; exit with an error if there is none."""

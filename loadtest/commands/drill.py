@@ -40,14 +40,6 @@ class DrillsResult(msgspec.Struct, frozen=True, kw_only=True):
     drills: list[DrillOutcome]
 
 
-_Name = Annotated[
-    list[str],
-    typer.Argument(
-        help=f"One or more of {', '.join(DRILLS)}; or {_ALL}, which is all but bad-canary."
-    ),
-]
-
-
 @dataclass(frozen=True, kw_only=True)
 class _DrillLoad:
     rate: Annotated[
@@ -74,7 +66,12 @@ class _DrillLoad:
 @with_options()
 def drill(
     ctx: typer.Context,
-    name: _Name,
+    name: Annotated[
+        list[str],
+        typer.Argument(
+            help=f"One or more of {', '.join(DRILLS)}; or {_ALL}, which is all but bad-canary."
+        ),
+    ],
     load: _DrillLoad,
     out: Annotated[Path | None, typer.Option(help="Folder for drill.json.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as in drill.json.")] = False,

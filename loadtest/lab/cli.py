@@ -25,13 +25,6 @@ from loadtest.lab.report import show, write_report
 from loadtest.lab.results import LabResults, write_results
 from loadtest.lab.table import LABS, Lab, LabContext
 
-_Out = Annotated[
-    Path | None, typer.Option(help="Folder for results.json and report.html. [lab-NAME]")
-]
-_Fleet = Annotated[
-    Path | None, typer.Option(help="Fleet file of a fleet to start for this lab only.")
-]
-
 
 @ended_by_signals()
 @with_options()
@@ -39,8 +32,12 @@ def lab(
     ctx: typer.Context,
     context: LabContext,
     name: Annotated[str | None, typer.Argument(help="Lab to run; omit to list all.")] = None,
-    out: _Out = None,
-    fleet: _Fleet = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results.json and report.html. [lab-NAME]")
+    ] = None,
+    fleet: Annotated[
+        Path | None, typer.Option(help="Fleet file of a fleet to start for this lab only.")
+    ] = None,
 ) -> None:
     """Run an experiment on a common question of operators, with a table and a plot.
 

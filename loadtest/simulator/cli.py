@@ -43,27 +43,6 @@ from loadtest.workloads.traces import TraceError, TraceRequest, read_trace
 ALL = "all"
 
 
-_Policy = Annotated[
-    str, typer.Option(help=f"Routing policy: {FLEET}, {', '.join(POLICIES)}, or {ALL}.")
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")]
-_Worker = Annotated[str, typer.Option(help=f"Timing model: {', '.join(TIMINGS)}.")]
-_Link = Annotated[str, typer.Option(help=f"Link between workers: {', '.join(LINKS)}.")]
-_SloTtftS = Annotated[
-    float | None, typer.Option(min=0.001, help="Limit of TTFT for admission (slo.ttft_s).")
-]
-_SloItlS = Annotated[
-    float | None, typer.Option(min=0.0001, help="Limit of ITL for admission (slo.itl_s).")
-]
-_Shift = Annotated[
-    bool, typer.Option("--shift", help="Change lengths and rate every 10 minutes of the trace.")
-]
-_InDays = Annotated[
-    int,
-    typer.Option("--days", min=0, help="Repeat the trace for days whose rate follows a sine."),
-]
-
-
 @ended_by_signals()
 @with_options(
     "policy",
@@ -79,14 +58,31 @@ _InDays = Annotated[
 def simulate(
     trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV file.")],
     setup: Setup,
-    policy: _Policy = FLEET,
-    json: _Json = False,
-    worker: _Worker = H100_70B.name,
-    link: _Link = "between-nodes",
-    slo_ttft_s: _SloTtftS = None,
-    slo_itl_s: _SloItlS = None,
-    shift: _Shift = False,
-    in_days: _InDays = 0,
+    policy: Annotated[
+        str, typer.Option(help=f"Routing policy: {FLEET}, {', '.join(POLICIES)}, or {ALL}.")
+    ] = FLEET,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")
+    ] = False,
+    worker: Annotated[
+        str, typer.Option(help=f"Timing model: {', '.join(TIMINGS)}.")
+    ] = H100_70B.name,
+    link: Annotated[
+        str, typer.Option(help=f"Link between workers: {', '.join(LINKS)}.")
+    ] = "between-nodes",
+    slo_ttft_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Limit of TTFT for admission (slo.ttft_s).")
+    ] = None,
+    slo_itl_s: Annotated[
+        float | None, typer.Option(min=0.0001, help="Limit of ITL for admission (slo.itl_s).")
+    ] = None,
+    shift: Annotated[
+        bool, typer.Option("--shift", help="Change lengths and rate every 10 minutes of the trace.")
+    ] = False,
+    in_days: Annotated[
+        int,
+        typer.Option("--days", min=0, help="Repeat the trace for days whose rate follows a sine."),
+    ] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N requests.")] = None,
     ttft_s: Annotated[float, typer.Option(min=0, help="TTFT limit of a good request.")] = 10.0,
     tpot_s: Annotated[float, typer.Option(min=0, help="TPOT limit of a good request.")] = 0.1,
