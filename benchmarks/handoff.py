@@ -15,6 +15,7 @@ gloo         send and recv of 1 MiB messages between two processes that do nothi
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import json
 import mmap
@@ -97,13 +98,14 @@ def without_digests() -> Iterator[None]:
     native = library.load()
     lent_pages.hasher = lambda *_: _NoDigest()  # type: ignore[assignment]
     if native is not None:
-        library.use_digests(native, used=False)
+        no_digests = (ctypes.c_void_p * len(library.HASH_FUNCTIONS))()
+        native.baton_kv_hash(no_digests)
     try:
         yield
     finally:
         lent_pages.hasher = digest
         if native is not None:
-            library.use_digests(native, used=True)
+            native.baton_kv_hash(library.hash_functions())
 
 
 # -------------------------------------------------------------------- the sender's process

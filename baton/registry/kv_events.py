@@ -159,11 +159,6 @@ class KvEventPublisher:
         """Number of the last batch or snapshot sent to Redis."""
         return self._ledger.sequence
 
-    @property
-    def checksum(self) -> int:
-        """Checksum of the set after that number."""
-        return self._ledger.checksum
-
     def start(self) -> None:
         """Start publishing. Needs a running event loop."""
         if self._task is None:

@@ -171,7 +171,7 @@ class ClusterPools:
         if self._loop is None:
             return
         with contextlib.suppress(TimeoutError, RegistryUnavailableError):
-            self._call(self._end_watch(), 3.0)
+            self._call(self._tasks.close(), 3.0)
         if self._holds_lease and self._taken_by is None:
             if not (leave and self.adopted):
                 with contextlib.suppress(TimeoutError, RegistryUnavailableError):
@@ -220,9 +220,6 @@ class ClusterPools:
 
     async def _watch_lane(self, lane: str) -> None:
         self._tasks.keep(partial(self._watch_controller, lane), "controller")
-
-    async def _end_watch(self) -> None:
-        await self._tasks.close()
 
     async def _take_lease(self) -> None:
         lease = FleetLease(self._connected(), self._me)

@@ -60,15 +60,9 @@ class HandoffState:
 class HandoffWatch:
     """Reads the totals from a router in a thread, and shows the news."""
 
-    def __init__(
-        self,
-        read: Callable[[], Transfers],
-        say: Callable[[str], None],
-        look_every_s: float = _LOOK_EVERY_S,
-    ) -> None:
+    def __init__(self, read: Callable[[], Transfers], say: Callable[[str], None]) -> None:
         self._read = read
         self._say = say
-        self._look_every_s = look_every_s
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, daemon=True, name="hand-offs").start()
 
@@ -78,7 +72,7 @@ class HandoffWatch:
 
     def _watch(self) -> None:
         state = HandoffState()
-        while not self._stopped.wait(self._look_every_s):
+        while not self._stopped.wait(_LOOK_EVERY_S):
             # A router may be restarting.
             with contextlib.suppress(httpx.HTTPError, OSError, msgspec.MsgspecError):
                 if line := state.note(self._read()):

@@ -234,7 +234,8 @@ class Placements:
 
         Returns None if a chosen node has room meanwhile, or if Ray's choice breaks a rule.
         """
-        group = self._reserve(worker_id, role, reserved=await self._reserved_nodes(role))
+        reserved = any(role in node.roles for node in await self.nodes())
+        group = self._reserve(worker_id, role, reserved=reserved)
         _LOG.info("waiting for a node: worker=%s", worker_id)
         place = None
         try:
@@ -270,10 +271,6 @@ class Placements:
             role,
         )
         return None
-
-    async def _reserved_nodes(self, role: Role) -> bool:
-        """Return whether nodes are reserved for a role."""
-        return any(role in node.roles for node in await self.nodes())
 
     def _choice(self, role: Role, nodes: Sequence[Node], avoid: Collection[str]) -> list[Node]:
         """Return the best nodes for a replica, or an empty list without room."""

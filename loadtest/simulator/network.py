@@ -36,17 +36,14 @@ LINKS = {
 class Network:
     """Network of all workers. A worker sends one message at a time, and receives one.
 
-    Workers are distributed over ``nodes``, with the link ``within`` inside a node; with 0 nodes
+    Workers are distributed over ``nodes``, with NVLink inside a node; with 0 nodes
     each worker has its own.
     """
 
-    def __init__(
-        self, link: Link, clock: VirtualClock, nodes: int = 0, within: Link = LINKS["nvlink"]
-    ) -> None:
+    def __init__(self, link: Link, clock: VirtualClock, nodes: int = 0) -> None:
         self.clock = clock
         self.link = link
         self._nodes = nodes
-        self._within = within
         self._sends_until_ns: defaultdict[str, int] = defaultdict(int)
         self._receives_until_ns: defaultdict[str, int] = defaultdict(int)
 
@@ -59,7 +56,7 @@ class Network:
     def seconds(self, source: str, target: str, payload_bytes: float) -> float:
         """Return the time for a message alone."""
         near = self._nodes and self.node(source) == self.node(target)
-        return (self._within if near else self.link).seconds(payload_bytes)
+        return (LINKS["nvlink"] if near else self.link).seconds(payload_bytes)
 
     def send(
         self, source: str, target: str, payload_bytes: float, arrived: Callable[[], None]

@@ -107,7 +107,7 @@ async def test_a_set_that_redis_evicted_is_published_again(
 ) -> None:
     held = hashes(50)
     publisher.publish(stored=held)
-    await eventually(lambda: publisher.checksum == hashes_checksum(held))
+    await eventually(lambda: publisher._ledger.checksum == hashes_checksum(held))
     with raw(redis_server) as client:
         for key in client.keys("*:log") + client.keys("*:blocks"):
             client.delete(key)

@@ -57,12 +57,6 @@ class DecoderShape:
         """Outputs of the first product of a layer."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
-    @property
-    def layer_weights(self) -> int:
-        """Elements of the four matrices of one layer."""
-        attention = self.qkv_width + self.num_heads * self.head_dim
-        return self.hidden_size * (attention + 3 * self.intermediate_size)
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
