@@ -164,12 +164,8 @@ class Registry:
         for tier in TIERS if record.incarnation else ():
             await self.blocks.forget(tier_incarnation(record.incarnation, tier))
 
-    async def write_slot(self, record: WorkerRecord, ttl_s: float = SLOT_TTL_S) -> None:
-        """Write the controller's record of a slot (starting, draining, dead)."""
-        await self.write_slots((record,), ttl_s)
-
     async def write_slots(self, records: Sequence[WorkerRecord], ttl_s: float = SLOT_TTL_S) -> None:
-        """Write several slots in one round trip."""
+        """Write the controller's records of slots (starting, draining, dead) in one round trip."""
         if records:
             puts = (put for record in records for put in self._put("slot", record, ttl_s))
             await self.send(*puts, *self._changed())

@@ -4,8 +4,8 @@
 """
 
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -27,17 +27,15 @@ return {{redis.call('GET', KEYS[1]), redis.call('LLEN', KEYS[2]), redis.call('LL
 """
 
 
-class Send(Protocol):
-    """Sends commands in one round trip; with ``atomic`` in MULTI/EXEC."""
-
-    async def __call__(self, *commands: Command, atomic: bool = False) -> Sequence[Any]:
-        """Return the replies."""
-
-
 class WorkerBlocks:
-    """Hashes of the blocks of all incarnations of one fleet, by ``Registry.blocks``."""
+    """Hashes of the blocks of all incarnations of one fleet, by ``Registry.blocks``.
 
-    def __init__(self, key: Callable[..., bytes], send: Send) -> None:
+    ``send`` sends commands in one round trip; with ``atomic`` in MULTI/EXEC.
+    """
+
+    def __init__(
+        self, key: Callable[..., bytes], send: Callable[..., Awaitable[Sequence[Any]]]
+    ) -> None:
         self._key = key
         self._send = send
         self.streams = EventStreams(key("kv:events"))

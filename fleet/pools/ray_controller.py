@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Coroutine
 from functools import partial
 from pathlib import Path
+from time import monotonic_ns
 from typing import Any
 
 import msgspec
@@ -115,7 +116,7 @@ class ControllerActor:
 
     async def stop(self, limit_s: float = 6.0) -> bool:
         """Stop all workers and release their placements; return whether all stopped in time."""
-        self._apply(self._machine.stop(time.monotonic_ns()))
+        self._apply(self._machine.stop(monotonic_ns()))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
@@ -135,12 +136,12 @@ class ControllerActor:
     async def _loop(self) -> None:
         next_refresh_s = 0.0
         while True:
-            self._apply(self._machine.tick(time.monotonic_ns()))
+            self._apply(self._machine.tick(monotonic_ns()))
             self._wake.clear()
             if time.monotonic() >= next_refresh_s:
                 next_refresh_s = time.monotonic() + _REFRESH_S
                 self._tasks.spawn(self._refresh(), "refresh")
-            wait_s = (self._machine.next_due_ns - time.monotonic_ns()) / _NS
+            wait_s = (self._machine.next_due_ns - monotonic_ns()) / _NS
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(max(wait_s, 0.0), 1.0)):
                     await self._wake.wait()
@@ -185,7 +186,7 @@ class ControllerActor:
                 self._lives.remove(launch.worker_id, life)
                 life.end()
             reason = f"the controller failed to follow it: {error!r}"
-            self._apply(self._machine.ended(launch.worker_id, epoch, reason, _now_ns()))
+            self._apply(self._machine.ended(launch.worker_id, epoch, reason, monotonic_ns()))
 
         self._tasks.vital(work, "life", lost)
 
@@ -199,14 +200,16 @@ class ControllerActor:
         unwanted = self._placing[worker_id] = asyncio.Event()
         try:
             group = await self._placements.place(worker_id, launch.role, unwanted, move=launch.move)
-            self._machine.placed(worker_id, epoch, _now_ns())
+            self._machine.placed(worker_id, epoch, monotonic_ns())
             if not self._machine.wants(worker_id, epoch):
                 reason = "stopped before it was placed"
-                self._apply(self._machine.ended(worker_id, epoch, reason, _now_ns()))
+                self._apply(self._machine.ended(worker_id, epoch, reason, monotonic_ns()))
                 return
             actor = self._actors.start(launch, group)
         except (RayError, RuntimeError, ValueError) as error:
-            self._apply(self._machine.ended(worker_id, epoch, f"cannot place: {error}", _now_ns()))
+            self._apply(
+                self._machine.ended(worker_id, epoch, f"cannot place: {error}", monotonic_ns())
+            )
             return
         finally:
             self._placing.pop(worker_id, None)
@@ -224,7 +227,7 @@ class ControllerActor:
                 started = msgspec.msgpack.decode(raw, type=WorkerRecord)
                 incarnation = started.incarnation
                 self._actors.note_blocks(started)
-                self._apply(self._machine.started(worker_id, life.epoch, _now_ns()))
+                self._apply(self._machine.started(worker_id, life.epoch, monotonic_ns()))
                 reason = await self._until_it_ends(life)
                 reusable = True
         except RayTaskError as error:
@@ -236,7 +239,9 @@ class ControllerActor:
         except RayError as error:  # its node died, it cannot be scheduled, ...
             reason = f"lost: {error!r}"
         self._lives.remove(worker_id, life)
-        actions = self._machine.ended(worker_id, life.epoch, reason, _now_ns(), reusable=reusable)
+        actions = self._machine.ended(
+            worker_id, life.epoch, reason, monotonic_ns(), reusable=reusable
+        )
         if any(isinstance(action, Launch) and action.reuse for action in actions):
             self._lives.keep(worker_id, life)
         else:
@@ -276,7 +281,7 @@ class ControllerActor:
         if life is not None:
             with contextlib.suppress(RayError):
                 await life.actor.drain.remote(drain.timeout_ns / _NS)
-        self._apply(self._machine.drained(drain.worker_id, drain.epoch, _now_ns()))
+        self._apply(self._machine.drained(drain.worker_id, drain.epoch, monotonic_ns()))
 
     async def _stop(self, stop: Stop) -> None:
         life = self._lives.of(stop.worker_id, stop.epoch)
@@ -285,7 +290,7 @@ class ControllerActor:
                 unwanted.set()
             else:
                 named = (stop.worker_id, stop.epoch)
-                self._apply(self._machine.ended(*named, "its process is gone", _now_ns()))
+                self._apply(self._machine.ended(*named, "its process is gone", monotonic_ns()))
             return
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(_STOP_LIMIT_S):
@@ -306,7 +311,7 @@ class ControllerActor:
         changed = []
         for worker in running:
             worker_id = worker.worker_id
-            self._machine.adopt(worker.living(), _now_ns())
+            self._machine.adopt(worker.living(), monotonic_ns())
             slot = self._machine.slots[worker_id]
             life = worker.life(slot.epoch)
             _LOG.info("adopting worker=%s epoch=%d", worker_id, life.epoch)
@@ -317,13 +322,13 @@ class ControllerActor:
             differs = worker.differs(self._actors.settings_digest(launch))
             if differs or self._placements.outgrown(worker_id):
                 changed.append(worker_id)
-        self._machine.settle(_now_ns(), add=state is None)
+        self._machine.settle(monotonic_ns(), add=state is None)
         if state is not None:
             await self._desk.apply_wanted(state)
         changed = [name for name in changed if name in self._machine.slots]
         if changed:
             _LOG.info("restarting workers with old settings: %s", ", ".join(changed))
-            again = self._machine.restart(changed, _now_ns(), rolling=True, revive=False)
+            again = self._machine.restart(changed, monotonic_ns(), rolling=True, revive=False)
             self._apply(again)
 
     def _correct(self, worker_id: str, life: Life, process: ShellProcess) -> None:
@@ -338,7 +343,7 @@ class ControllerActor:
         bounds = self._config.pools.bounds
         self._machine = FleetController(
             pools,
-            _now_ns(),
+            monotonic_ns(),
             self._spec.healthy_after_ns,
             START_LIMIT_NS if bounds is None else _PLACE_LIMIT_NS,
             worker_prefix(self._config.fleet),
@@ -357,7 +362,7 @@ class ControllerActor:
             self._placements,
             demands,
             self._apply,
-            _now_ns,
+            monotonic_ns,
             self._spec.log_dir,
             RolePlanning(self._config.slo, demands, size_planner),
             self._ready_workers,
@@ -431,7 +436,3 @@ class ControllerActor:
         if order.verb == "stop":
             own = ray.get_actor(controller_name(self._config.fleet), namespace=NAMESPACE)
             ray.kill(own, no_restart=True)
-
-
-def _now_ns() -> int:
-    return time.monotonic_ns()

@@ -28,7 +28,7 @@ class SlotRecords:
     async def write(self, news: Publish) -> None:
         """Write one slot's record."""
         with contextlib.suppress(RegistryUnavailableError):
-            await self.registry.write_slot(self._record(news))
+            await self.registry.write_slots([self._record(news)])
 
     async def write_all(self, slots: Iterable[Slot]) -> None:
         """Write all slots at once."""

@@ -230,7 +230,7 @@ async def test_a_new_controller_counts_on_from_what_the_registry_says(
     """Defect 5e."""
     registry = Registry(redis_server.url, "test")
     dead = WorkerRecord(worker_id="worker-0", role="prefill", state="dead", epoch=6)
-    await registry.write_slot(dead)
+    await registry.write_slots([dead])
     await registry.close()
     epochs: list[int] = []
 
@@ -310,7 +310,7 @@ async def test_a_slow_worker_of_a_later_epoch_than_its_name_is_adopted_as_it_is(
     """Its process hosts the third incarnation, and answers the first ping too late."""
     registry = Registry(redis_server.url, "test")
     slot = WorkerRecord(worker_id="worker-0", role="prefill", state="ready", epoch=4)
-    await registry.write_slot(slot)
+    await registry.write_slots([slot])
     await registry.close()
     monkeypatch.setattr(liveness, "ASK_EVERY_S", 0.1)
     lives = adopting(controller, monkeypatch, "worker-0", "worker-1")
@@ -577,13 +577,13 @@ async def test_a_process_that_stood_still_ends_itself_once_it_is_known_to_be_rep
         time.sleep(1.0)  # noqa: ASYNC251
         await until(lambda: len(answers) > 1)
         assert (set(answers), why) == ({None}, []), "Redis is away"
-        await registry.write_slot(slot)
+        await registry.write_slots([slot])
         url = redis_server.url
         await until(lambda: answers[-1] is False)
         asked = len(answers)
         await asyncio.sleep(0.5)
         assert (len(answers), why) == (asked, []), "it is the present one"
-        await registry.write_slot(msgspec.structs.replace(slot, state="starting", epoch=3))
+        await registry.write_slots([msgspec.structs.replace(slot, state="starting", epoch=3)])
         time.sleep(1.0)  # noqa: ASYNC251
         await until(lambda: why != [])
     await registry.close()

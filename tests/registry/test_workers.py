@@ -131,7 +131,7 @@ async def test_a_list_that_nobody_changed_is_not_read_four_times_a_second(
     assert len(await watcher.poll()) == 1
     await registry.heartbeat(record)
     assert await watcher.poll() == [] and len(reads) == 1, "a heartbeat is no news"
-    await registry.write_slot(msgspec.structs.replace(record, state="draining"))
+    await registry.write_slots([msgspec.structs.replace(record, state="draining")])
     assert len(await watcher.poll()) == 1 and len(reads) == 2
     now_s[0] += WHOLE_S
     assert await watcher.poll() == [] and len(reads) == 3, "a change that nobody told is found"
@@ -223,7 +223,7 @@ async def test_many_slots_are_written_at_once_and_many_calls_wait_for_a_connecti
     """Defect 11: with more than eight workers some records were never written."""
     many = [worker(f"prefill-{n}") for n in range(40)]
     await registry.write_slots(many[:20])
-    await asyncio.gather(*(registry.write_slot(one) for one in many[20:]))
+    await asyncio.gather(*(registry.write_slots([one]) for one in many[20:]))
     slots, _ = await registry.records()
     assert len(slots) == 40
 
