@@ -183,9 +183,7 @@ class PrefixPuller:
         self._parts = parts
 
     def begin(
-        self,
-        request: decode_pb2.Submission | pb.PrefillStart,
-        on_end: Callable[[int], None],
+        self, request: decode_pb2.Submission | pb.PrefillStart, on_end: Callable[[int], None]
     ) -> PrefixPull | None:
         """Start the pull that a request names; return None if there is nothing to wait for.
 

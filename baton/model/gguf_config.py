@@ -85,10 +85,7 @@ def _rope_type(architecture: str, meta: Mapping[str, Any]) -> str:
 
 
 def read_config(
-    path: Path,
-    architecture: str,
-    meta: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
+    path: Path, architecture: str, meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> ModelConfig:
     """Return the configuration of a model; unknown architectures are read like Llama.
 

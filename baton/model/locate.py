@@ -132,10 +132,7 @@ def _locate_in_hub(reference: str, answers_s: float) -> tuple[Path, str | None]:
 
     def snapshot(*, local: bool) -> Path:
         folder = snapshot_download(
-            name,
-            revision=revision or None,
-            allow_patterns=_HUB_PATTERNS,
-            local_files_only=local,
+            name, revision=revision or None, allow_patterns=_HUB_PATTERNS, local_files_only=local
         )
         return Path(str(folder))
 

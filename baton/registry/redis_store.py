@@ -39,12 +39,7 @@ Only commands of Redis 6.2 are used. Redis is never on a request's path, so ever
 import asyncio
 import logging
 import secrets
-from collections.abc import (
-    Callable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -60,11 +55,7 @@ from redis.exceptions import (
 
 from baton.registry.commands import Command, slices
 from baton.registry.connection import RedisUrlError, open_redis, reconnect
-from baton.registry.types import (
-    TIERS,
-    WorkerRecord,
-    tier_incarnation,
-)
+from baton.registry.types import TIERS, WorkerRecord, tier_incarnation
 from baton.registry.worker_blocks import WorkerBlocks
 from baton.types.lanes import whole_fleet
 

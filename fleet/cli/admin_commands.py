@@ -16,14 +16,7 @@ from rich.table import Table
 
 from baton.config.fleet_file import FleetConfig
 from baton.types.slo import Slo
-from fleet.cli.common import (
-    JsonOption,
-    RemoteFleet,
-    fail,
-    get_json,
-    running_fleet,
-    show_error,
-)
+from fleet.cli.common import JsonOption, RemoteFleet, fail, get_json, running_fleet, show_error
 from fleet.cli.reach import HERE, FleetAddress, ModelOption, order
 from fleet.local import state as fleet_state
 from fleet.local.audited import audit_here

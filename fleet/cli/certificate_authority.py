@@ -164,9 +164,7 @@ def _write(
 ) -> None:
     """Write the key first: a reader that finds a mismatched pair keeps its old one."""
     raw = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     write_whole(folder / f"{kind}.key", raw)
     write_whole(folder / f"{kind}.pem", certificate.public_bytes(serialization.Encoding.PEM))

@@ -99,8 +99,7 @@ def _processes(worker: dict[str, Any]) -> str:
 @with_options()
 def logs(
     worker: Annotated[
-        str | None,
-        typer.Argument(help="worker-0, router, controller or redis. Default: all."),
+        str | None, typer.Argument(help="worker-0, router, controller or redis. Default: all.")
     ] = None,
     at: FleetAddress = HERE,
     follow: Annotated[

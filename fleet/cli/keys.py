@@ -33,8 +33,7 @@ _STALE_S = 5.0
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 keys_app = typer.Typer(
-    help="Issue, list, rotate and revoke API keys. Routers store hashes only.",
-    no_args_is_help=True,
+    help="Issue, list, rotate and revoke API keys. Routers store hashes only.", no_args_is_help=True
 )
 
 _JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -46,10 +46,7 @@ class Capacity:
 
 
 def plan_capacity(
-    config: ModelConfig,
-    options: CapacityOptions,
-    free_bytes: int,
-    draft: ModelConfig | None = None,
+    config: ModelConfig, options: CapacityOptions, free_bytes: int, draft: ModelConfig | None = None
 ) -> Capacity:
     """Compute the memory of one worker; ``draft`` is its draft model.
 

@@ -197,10 +197,7 @@ def _described(policy: dict[str, Any]) -> str:
 
 
 def _changed(
-    method: str,
-    tenant: str,
-    at: FleetAddress,
-    body: dict[str, Any] | None = None,
+    method: str, tenant: str, at: FleetAddress, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", tenant) is None:
         fail(f"TENANT {tenant!r}: must be 1 to 64 characters of letters, digits, '_', '.' and '-'")

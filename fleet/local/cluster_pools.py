@@ -274,10 +274,7 @@ class ClusterPools:
     async def _ensure(self, lane: str) -> ClusterReply:
         spec = self._specs()[lane]
         call = ClusterCall(
-            verb="ensure",
-            address=self._ray_address,
-            config_json=spec.config_json,
-            spec=spec,
+            verb="ensure", address=self._ray_address, config_json=spec.config_json, spec=spec
         )
         return await asyncio.to_thread(call_cluster, call, self._log, CALL_LIMIT_S)
 

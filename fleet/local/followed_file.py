@@ -40,9 +40,7 @@ class FollowedFile:
         self._routers_behind = False  # they failed to follow the last change
 
     def begin(
-        self,
-        pools: LocalPools | ClusterPools | None,
-        spec: Callable[[FleetConfig], ControllerSpec],
+        self, pools: LocalPools | ClusterPools | None, spec: Callable[[FleetConfig], ControllerSpec]
     ) -> None:
         """Read the file and change the workers; ``spec`` returns what a controller is given.
 

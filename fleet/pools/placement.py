@@ -385,9 +385,7 @@ def group_stem(fleet: str) -> str:
     return f"baton-{fleet}-"
 
 
-def groups_of(
-    fleet: str,
-) -> dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[Size, ...]]]:
+def groups_of(fleet: str) -> dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[Size, ...]]]:
     """Return worker id -> (group, node ids of its ranks, reservations of its ranks)."""
     groups: dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[Size, ...]]] = {}
     stem = group_stem(fleet)

@@ -69,10 +69,7 @@ class RolePlanning:
     """
 
     def __init__(
-        self,
-        slo: SloConfig | None,
-        demands: RouterDemands,
-        size_planner: SizePlanner | None = None,
+        self, slo: SloConfig | None, demands: RouterDemands, size_planner: SizePlanner | None = None
     ) -> None:
         self.auto = size_planner is not None
         self._slo = slo

@@ -39,12 +39,7 @@ from fleet.pools.lives import LifeTable
 from fleet.pools.placement import Placements
 from fleet.pools.planning import RolePlanning
 from fleet.pools.ray_process import log_to
-from fleet.pools.resources import (
-    NAMESPACE,
-    ControllerSpec,
-    controller_name,
-    exit_reason,
-)
+from fleet.pools.resources import NAMESPACE, ControllerSpec, controller_name, exit_reason
 from fleet.pools.sealing import unseal
 from fleet.pools.slot_records import SlotRecords
 from fleet.pools.slots import Action, ChangeRole, Drain, Launch, Publish, Remove, Stop

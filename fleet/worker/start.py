@@ -145,10 +145,7 @@ async def start_servers(
     page = context.tls.page_context() if context.tls is not None else None
     metrics_server = await serve_metrics(context.metrics, host, free_port(host, ports), page)
     stack.push_async_callback(metrics_server.close)
-    server = grpc.aio.server(
-        interceptors=[TokenInterceptor(context.token)],
-        options=SERVER_OPTIONS,
-    )
+    server = grpc.aio.server(interceptors=[TokenInterceptor(context.token)], options=SERVER_OPTIONS)
     port = listen(server, join_address(host, free_port(host, ports)), context.tls)
     return server, join_address(host, port), metrics_server.address
 

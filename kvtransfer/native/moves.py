@@ -40,11 +40,7 @@ class NativePool:
     """A pool whose copies run in C++."""
 
     def __init__(
-        self,
-        loaded: ctypes.CDLL,
-        data: npt.NDArray[Any],
-        geometry: KvGeometry,
-        first_head: int,
+        self, loaded: ctypes.CDLL, data: npt.NDArray[Any], geometry: KvGeometry, first_head: int
     ) -> None:
         self._library = loaded
         self._data = data  # keeps the memory alive

@@ -63,11 +63,7 @@ def poisson(
 
 @with_options("tenant_keys", "token_ids")
 def sessions(
-    ctx: typer.Context,
-    out: o.Out,
-    users: Users,
-    choices: o.Choices,
-    repetition: o.Repetition,
+    ctx: typer.Context, out: o.Out, users: Users, choices: o.Choices, repetition: o.Repetition
 ) -> None:
     """Simulate users who read each response, think, and ask again (closed loop)."""
     try:

@@ -18,11 +18,7 @@ _TRAFFIC_S = 3.0
 _LIMIT_S = 10.0
 _LIMIT_REQUESTS = 20
 _POLL_S = 0.05
-_GOLDEN = (
-    "Once upon a time, there was",
-    "The capital of France is",
-    "One, two, three, four,",
-)
+_GOLDEN = ("Once upon a time, there was", "The capital of France is", "One, two, three, four,")
 
 
 async def bad_canary(fleet: FleetView) -> str:

@@ -85,10 +85,7 @@ def findings_of(
             _row(f"{best.name} at 1.0 x", base),
             *(row for result in results for row in result.rows),
         ],
-        plots=[
-            _plot_of_splits(splits),
-            *(result.plot for result in results),
-        ],
+        plots=[_plot_of_splits(splits), *(result.plot for result in results)],
         sentence=f"{best.name} is the best split: {best.figures.good_per_s:.2f} good responses/s, "
         f"and {base.good_per_s:.2f} at the {base.rate:.2f} requests/s that it holds. "
         + " ".join(result.sentence for result in results),

@@ -68,8 +68,7 @@ class Setup:
     start_s: Annotated[float, Option(min=0, help="Seconds until an added worker is ready.")] = 30.0
     slo: Slo | None = None  # limits by which the router admits requests; None: it admits all
     tries: Annotated[
-        int,
-        Option(min=1, help="Number of tries of a client, which comes again after Retry-After."),
+        int, Option(min=1, help="Number of tries of a client, which comes again after Retry-After.")
     ] = 1
     speed: Annotated[float, Option(min=0.001, help="Divisor of the gaps between arrivals.")] = 1.0
     mtbf_s: Annotated[

@@ -21,12 +21,7 @@ from baton.engine.core.sequence import EngineRequest, Kind, TokenSequence
 from baton.engine.core.speculative.acceptance import accepted_run
 from baton.engine.core.tiers.tiers import KvTiers
 from baton.types import events as ev
-from baton.types.errors import (
-    BatonError,
-    CancelledError_,
-    InvalidRequestError,
-    UnavailableError,
-)
+from baton.types.errors import BatonError, CancelledError_, InvalidRequestError, UnavailableError
 from baton.types.params import SampledToken, finish_reason
 from baton.types.prompt_outputs import PromptOutputs
 
@@ -315,11 +310,7 @@ class Scheduler:
         return True
 
     def _note_admission(
-        self,
-        request: EngineRequest,
-        matched_blocks: int,
-        now_ns: int,
-        blocks: Sequence[int] = (),
+        self, request: EngineRequest, matched_blocks: int, now_ns: int, blocks: Sequence[int] = ()
     ) -> None:
         if request.admitted_ns:
             return

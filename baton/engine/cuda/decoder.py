@@ -214,12 +214,7 @@ class CudaDecoder:
         return x_TE
 
     def _attend(
-        self,
-        batch: Batch,
-        index: int,
-        layer: _Layer,
-        h_TE: torch.Tensor,
-        a_THD: torch.Tensor,
+        self, batch: Batch, index: int, layer: _Layer, h_TE: torch.Tensor, a_THD: torch.Tensor
     ) -> None:
         """Store K and V of a layer, and write its heads to ``a_THD``."""
         s = self.shape

@@ -176,13 +176,7 @@ def lead(config: ModelConfig, ranks: RankProcesses, *, own_pools: bool = False) 
     """Return the leader's shard, with its group connected."""
     splits_of(config, ranks.count)  # raises before any rank waits
     ranks.wait_until(Started)  # the group would wait for a rank that dies before it joins
-    group = Group(
-        LEADER,
-        ranks.count,
-        ranks.store,
-        torch.device("cpu"),
-        ranks.failure,
-    )
+    group = Group(LEADER, ranks.count, ranks.store, torch.device("cpu"), ranks.failure)
     return Shard(config, LEADER, group, ranks, own_pools=own_pools)
 
 
