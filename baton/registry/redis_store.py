@@ -102,17 +102,6 @@ class Registry:
         self.connected = False  # True if Redis answered the last call
         self.errors = 0  # failed calls
 
-    @classmethod
-    async def connect(cls, url: str, fleet: str) -> "Registry":
-        """Create a registry and check its connection."""
-        registry = cls(url, fleet)
-        try:
-            await registry.birth()
-        except RegistryUnavailableError:
-            await registry.close()
-            raise
-        return registry
-
     def of_whole_fleet(self) -> "Registry":
         """Return the registry of the fleet that a lane belongs to, over the same connections.
 

@@ -264,7 +264,8 @@ class SteppedWorker(DecodeServicer):
 
 async def serve(redis: str, count: int, step_s: float) -> None:
     """Run the workers until the process is killed."""
-    registry = await Registry.connect(redis, FLEET)
+    registry = Registry(redis, FLEET)
+    await registry.birth()
     workers = [SteppedWorker(f"decode-{place}", step_s) for place in range(count)]
     for worker in workers:
         await worker.start()

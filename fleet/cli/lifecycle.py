@@ -70,7 +70,24 @@ class _Cluster:
     ] = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Applied:
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Show what would change in the running fleet, or with --address the nodes of the "
+            "workers, and exit.",
+        ),
+    ] = False
+    reconcile: Annotated[
+        bool,
+        typer.Option("--reconcile", help="Apply a changed file to the running fleet, and exit."),
+    ] = False
+
+
 _PRIVATE = _Cluster()
+_START = _Applied()
 
 
 @with_options()
@@ -80,18 +97,7 @@ def up(
         int | None, typer.Option(help="Port of the router. Default: BATON_PORT, else the file's.")
     ] = None,
     cluster: _Cluster = _PRIVATE,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Show what would change in the running fleet, or with --address the nodes of the "
-            "workers, and exit.",
-        ),
-    ] = False,
-    reconcile: Annotated[
-        bool,
-        typer.Option("--reconcile", help="Apply a changed file to the running fleet, and exit."),
-    ] = False,
+    applied: _Applied = _START,
 ) -> None:
     """Start a fleet and run it in the foreground; Ctrl-C stops it.
 
@@ -119,10 +125,10 @@ def up(
         _announce(console, supervisor, config)
         serving.set()
 
-    if reconcile or (dry_run and cluster.address is None):
-        reconcile_running(config_file, config, dry_run=dry_run)
+    if applied.reconcile or (applied.dry_run and cluster.address is None):
+        reconcile_running(config_file, config, dry_run=applied.dry_run)
         return
-    if dry_run and cluster.address is not None:
+    if applied.dry_run and cluster.address is not None:
         _show_plan(config, cluster.address)
         return
     file_again = config_file.absolute()  # before the supervisor changes the current folder

@@ -113,14 +113,11 @@ def root(
         if not cacert.is_file():
             import_module("fleet.cli.common").fail(f"--cacert {cacert}: no such file")
         os.environ["SSL_CERT_FILE"] = str(cacert.resolve())
-    ctx.obj = _local_fleet  # for commands that are given no URL
+    # for commands that are given no URL
+    ctx.obj = lambda: import_module("fleet.cli.loadtest").local_fleet()
     if version:
         typer.echo(f"baton {installed()}")
         raise typer.Exit
-
-
-def _local_fleet() -> Any:
-    return import_module("fleet.cli.loadtest").local_fleet()
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -43,6 +43,40 @@ from loadtest.workloads.traces import TraceError, TraceRequest, read_trace
 ALL = "all"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Admission:
+    slo_ttft_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Limit of TTFT for admission (slo.ttft_s).")
+    ] = None
+    slo_itl_s: Annotated[
+        float | None, typer.Option(min=0.0001, help="Limit of ITL for admission (slo.itl_s).")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    shift: Annotated[
+        bool, typer.Option("--shift", help="Change lengths and rate every 10 minutes of the trace.")
+    ] = False
+    in_days: Annotated[
+        int,
+        typer.Option("--days", min=0, help="Repeat the trace for days whose rate follows a sine."),
+    ] = 0
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N requests.")] = None
+
+    def requests(self, trace: Path) -> list[TraceRequest]:
+        """Return the requests of the trace that are simulated."""
+        requests = _requests(trace, self.limit, "TRACE")
+        if self.shift:
+            requests = shifting(requests)
+        return days(requests, self.in_days) if self.in_days else requests
+
+
+_ADMITS_ALL = _Admission()
+_WHOLE = _Part()
+_GOOD = SimulationSlo()
+
+
 @ended_by_signals()
 @with_options(
     "policy",
@@ -70,22 +104,9 @@ def simulate(
     link: Annotated[
         str, typer.Option(help=f"Link between workers: {', '.join(LINKS)}.")
     ] = "between-nodes",
-    slo_ttft_s: Annotated[
-        float | None, typer.Option(min=0.001, help="Limit of TTFT for admission (slo.ttft_s).")
-    ] = None,
-    slo_itl_s: Annotated[
-        float | None, typer.Option(min=0.0001, help="Limit of ITL for admission (slo.itl_s).")
-    ] = None,
-    shift: Annotated[
-        bool, typer.Option("--shift", help="Change lengths and rate every 10 minutes of the trace.")
-    ] = False,
-    in_days: Annotated[
-        int,
-        typer.Option("--days", min=0, help="Repeat the trace for days whose rate follows a sine."),
-    ] = 0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N requests.")] = None,
-    ttft_s: Annotated[float, typer.Option(min=0, help="TTFT limit of a good request.")] = 10.0,
-    tpot_s: Annotated[float, typer.Option(min=0, help="TPOT limit of a good request.")] = 0.1,
+    admission: _Admission = _ADMITS_ALL,
+    part: _Part = _WHOLE,
+    good: SimulationSlo = _GOOD,
 ) -> None:
     """Simulate a fleet under a trace: real routing, queues, schedulers, KV transfers; no model.
 
@@ -96,21 +117,16 @@ def simulate(
     _check_word(policy, [FLEET, *POLICIES, ALL], "--policy")
     _check_word(worker, TIMINGS, "--worker")
     _check_word(link, LINKS, "--link")
-    limits = _limits(slo_ttft_s, slo_itl_s, setup)
-    requests = _requests(trace, limit, "TRACE")
-    if shift:
-        requests = shifting(requests)
-    if in_days:
-        requests = days(requests, in_days)
-    slo = SimulationSlo(ttft_s=ttft_s, tpot_s=tpot_s)
+    limits = _limits(admission.slo_ttft_s, admission.slo_itl_s, setup)
+    requests = part.requests(trace)
     results: dict[str, SimulationFigures] = {}
     written: list[bytes] = []
     for name in [*POLICIES, FLEET] if policy == ALL else [policy]:
         fleet = replace(setup, policy=name, slo=limits, timing=TIMINGS[worker], link=LINKS[link])
         simulation, ended = _run(name, fleet, requests)
         if ended:
-            results[name] = figures(simulation, ended, slo)
-            written.append(as_json(simulation, results[name], slo))
+            results[name] = figures(simulation, ended, good)
+            written.append(as_json(simulation, results[name], good))
         if simulation.left_out:
             echo(f"PARTIAL: interrupted, {name} has {len(ended):,} of {len(requests):,} requests")
             break
@@ -121,7 +137,7 @@ def simulate(
         whole = written[0] if len(written) == 1 else b"[" + b",".join(written) + b"]\n"
         typer.echo(whole, nl=False)
         raise typer.Exit(code)
-    _show(results, slo, with_goodput=limits is not None)
+    _show(results, good, with_goodput=limits is not None)
     if simulation.planner is not None:
         Console().print(turns_table(simulation.planner.decisions))
     raise typer.Exit(code)

@@ -2,14 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from statistics import fmean
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from typer import Option
 
 from baton.planner.state import Figures as PlannerFigures
 from baton.planner.state import Resize, RoleChange
@@ -24,11 +25,12 @@ from loadtest.workloads.traces import TraceRequest
 _Run = TypeVar("_Run")
 
 
-class SimulationSlo(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits that a good request must meet."""
+@dataclass(frozen=True, kw_only=True)
+class SimulationSlo:
+    """Limits that a good request must meet, as options."""
 
-    ttft_s: float = 10.0
-    tpot_s: float = 0.1
+    ttft_s: Annotated[float, Option(min=0, help="TTFT limit of a good request.")] = 10.0
+    tpot_s: Annotated[float, Option(min=0, help="TPOT limit of a good request.")] = 0.1
 
 
 def _seconds(values_ns: Sequence[float]) -> Distribution:

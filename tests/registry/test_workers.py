@@ -153,7 +153,7 @@ async def test_a_silent_worker_leaves_the_list_after_a_while(
 
 async def test_connecting_to_nothing_is_one_typed_error() -> None:
     with pytest.raises(RegistryUnavailableError):
-        await Registry.connect("redis://127.0.0.1:1/0", "test")
+        await Registry("redis://127.0.0.1:1/0", "test").birth()
 
 
 async def test_a_connection_counts_the_calls_that_failed(
