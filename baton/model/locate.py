@@ -75,8 +75,8 @@ def _locate_in_package(reference: str) -> tuple[Path, str | None]:
         return _assembled(reference, package, version), version
     path = (folder / inner).resolve()
     if not path.is_relative_to(folder) or not path.exists():
-        found = ", ".join(sorted(p.name for p in folder.glob("*.gguf"))) or "no .gguf file"
-        raise ModelError(f"{reference}: no file {inner!r} in {folder} (it contains {found})")
+        files = ", ".join(sorted(p.name for p in folder.glob("*.gguf"))) or "no .gguf file"
+        raise ModelError(f"{reference}: no file {inner!r} in {folder} (it contains {files})")
     return path, version
 
 
@@ -132,10 +132,7 @@ def _locate_in_hub(reference: str, answers_s: float) -> tuple[Path, str | None]:
 
     def snapshot(*, local: bool) -> Path:
         folder = snapshot_download(
-            name,
-            revision=revision or None,
-            allow_patterns=_HUB_PATTERNS,
-            local_files_only=local,
+            name, revision=revision or None, allow_patterns=_HUB_PATTERNS, local_files_only=local
         )
         return Path(str(folder))
 

@@ -85,8 +85,6 @@ class VllmEngine:
         ):
             self._tasks.vital(work, name, lambda error: self._break(f"{error}"))
 
-    # ---------------------------------------------------------------- commands
-
     def handle(self, command: messages.Command) -> None:
         """Execute a command of the shell, unless it is about Baton's own pool."""
         error = messages.malformed(command, self._vocab_size)
@@ -252,8 +250,6 @@ class VllmEngine:
         if not await self._control.erase_cache():
             erased_blocks = -1
         self._send(messages.BlocksErased({"pool": erased_blocks}))
-
-    # ---------------------------------------------------------------- exchanges
 
     async def _exchange(
         self, request: LiveRequest, choice: int, body: bytes, take: Callable[[bytes], None]

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from baton.registry.redis_store import Registry, slices
+from baton.registry.commands import slices
+from baton.registry.redis_store import Registry
 from baton.tenants.usage.ledger import Counters, RowName, UsageReport, field_of, summed
 
 KEPT_DAYS = 100
@@ -86,9 +87,7 @@ class SharedUsage:
         keys += [key("usage:hours", str(hour)) for hour in hours]
         price = "" if price_per_hour is None else repr(price_per_hour)
         head = (report.sequence, report.acknowledged, _LIFE_TTL_MS, KEPT_DAYS * _DAY_MS, price)
-        (known,) = await self._registry.send(
-            ("EVAL", _APPLY, len(keys), *keys, *head, *arguments),
-        )
+        (known,) = await self._registry.send(("EVAL", _APPLY, len(keys), *keys, *head, *arguments))
         return int(known)
 
     async def read(self, hours: Iterable[int]) -> list[HourUsage]:
