@@ -21,7 +21,6 @@ from tests.router.emulated_worker import Script
 class Other:
     """A sibling, without the socket between."""
 
-
     def __init__(self, app) -> None:
         self._client = client_of(app)
 
