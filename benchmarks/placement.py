@@ -33,7 +33,7 @@ from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.slot import WorkerSlot
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 PLACEMENT_BOUND_US = {50: 200.0, 500: 1000.0}
 LOOKUP_BOUND_US = 100.0
@@ -121,7 +121,7 @@ def _slot(name: str, status: WorkerStatus) -> WorkerSlot:
 
 def placer_of(slots: list[WorkerSlot], book: LoadBook) -> Placer:
     """Return a placer of these workers, with an empty index."""
-    settings = RouterSettings(model=DEFAULT_MODEL, model_names=("bench",))
+    settings = LaneSettings(model=DEFAULT_MODEL, model_names=("bench",))
     return Placer(settings, _Workers(slots), PrefixIndex(), book)
 
 

@@ -49,9 +49,9 @@ def build_app(process: Process) -> FastAPI:
         async with process.running():
             if process.sources.gates is not None:
                 GateWatch(process, process.sources.gates).start()
-            store = batch.store_of(process.settings)
+            store = batch.store_of(process)
             if store is not None:
-                runner = BatchRunner(store, process.settings, process.metrics, process.tasks)
+                runner = BatchRunner(store, process)
                 runner.start(app)
             yield
 
@@ -82,10 +82,10 @@ def build_app(process: Process) -> FastAPI:
     for endpoints in made:
         app.include_router(endpoints)
     app.direct = [route for endpoints in made for route in endpoints.direct]
-    has_keys = settings.api_keys is not None
-    app.add_middleware(Reserve, settings=settings, metrics=process.metrics)
+    has_keys = process.access.needs_key
+    app.add_middleware(Reserve, router=process)
     if not has_keys:
-        app.add_middleware(PageGuard, settings=settings)
+        app.add_middleware(PageGuard, router=process)
     allow_origins(app, settings.clients)
     bodies = [body for endpoints in made for body in endpoints.bodies]
     describe(app, bodies, process.lanes.first.model.names[0], has_keys=has_keys)
@@ -117,5 +117,5 @@ def _follow_deletions(process: Process) -> None:
         return
     name = f"router {process.router_id}"
     forget = process.quotas.quotas.forget
-    follower = DeletionFollower(process.settings, name, erasures, process.tasks, forget)
+    follower = DeletionFollower(process, name, erasures, forget)
     process.limits.on_table.append(follower.receive)

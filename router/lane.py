@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from baton.telemetry.metrics import Metrics
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.lanes import split_version
+from router.process_core import ProcessCore
 from router.routing.checks.grammars import GrammarChecker
 from router.routing.peers.share_feed import ShareFeed
 from router.routing.placement.index_feed import IndexFeeder
@@ -18,7 +19,7 @@ from router.routing.requests.observer import Observer
 from router.routing.requests.readiness import Prober
 from router.routing.requests.tickets import TicketFeed
 from router.served_model import ServedModel
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 from router.sources import LaneSources
 
 
@@ -29,18 +30,21 @@ class Lane:
         created: Start of the lane in Unix seconds.
 
     Args:
+        core: Part of the process that the lane uses.
         observer: Observer of the process, with whose gauges those of the lane are added up.
         tasks: Tasks of the process.
     """
 
     def __init__(
         self,
-        settings: RouterSettings,
+        core: ProcessCore,
+        settings: LaneSettings,
         model: ServedModel,
         sources: LaneSources,
         observer: Observer,
         tasks: BackgroundTasks,
     ) -> None:
+        self.core = core
         self.settings = settings
         self.model = model
         self.sources = sources
@@ -50,12 +54,12 @@ class Lane:
         self.observer = Observer(metrics, observer)
         self.prefix_index = PrefixIndex()
         self.gateway = gateway = Gateway(
-            settings, model.tokenizer, sources.directory, self.prefix_index, self.observer
+            core, settings, model.tokenizer, sources.directory, self.prefix_index, self.observer
         )
         self.observer.fitted = lambda worker_id: fitted_rates(gateway.workers.get(worker_id))
         self.worker_cells = WorkerCells(gateway.workers)
         self.grammars = GrammarChecker(model.vocabulary, metrics)
-        self.prober = Prober(gateway, settings, tasks)
+        self.prober = Prober(gateway, core.settings, tasks)
         count_failure = observer.task_failed
         self._tickets = TicketFeed(gateway.tickets, sources.tickets, count_failure)
         self._shares = ShareFeed(
@@ -81,7 +85,7 @@ class Lane:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the tasks within the context; end all requests afterwards."""
-        folder = self.settings.lane_dir
+        folder = self.core.settings.lane_dir(self.settings.fleet)
         adapters = self.model.adapters
         file = folder / "adapters.json" if folder else None
         await adapters.start(self.sources.adapters, file, self.observer.task_failed)
@@ -100,7 +104,7 @@ class Lane:
             await self.gateway.close()
 
 
-def _show(metrics: Metrics, settings: RouterSettings, model: ServedModel) -> None:
+def _show(metrics: Metrics, settings: LaneSettings, model: ServedModel) -> None:
     timing = settings.emulated
     kind = settings.external or ("emulated" if timing else "real")
     metrics.set("baton_engine_info", 1, engine=kind, timing=timing)

@@ -16,7 +16,7 @@ from baton.text.tools import Tool, ToolSyntax, conversation
 from baton.types.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from baton.types.params import AdapterRef
 from router.adapter_table import AdapterTable
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 _LOG = logging.getLogger(__name__)
 _CUT_CHARACTERS = 2**19  # of any text that is cut, which takes a third of a second
@@ -69,7 +69,7 @@ class ServedModel:
         self._warn_of_unknown_ids()
 
     @classmethod
-    def load(cls, settings: RouterSettings) -> "ServedModel":
+    def load(cls, settings: LaneSettings) -> "ServedModel":
         """Load the model of the settings from files. Blocks."""
         template = settings.chat_template
         artifact = resolve_model(settings.model, allow_unsupported=bool(settings.external))

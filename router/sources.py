@@ -25,7 +25,7 @@ from router.routing.peers.share_feed import DemandSource
 from router.routing.placement.index_feed import EventSource
 from router.routing.requests.tickets import TicketSource
 from router.routing.workers.table import WorkerDirectory
-from router.settings import RouterSettings
+from router.settings import LaneSettings, ProcessSettings
 from router.tenants.quota_feed import QuotaSource
 
 
@@ -56,7 +56,7 @@ class Sources:
 
     @classmethod
     def of(
-        cls, settings: RouterSettings, registry: Registry, export: Callable[[bytes], None]
+        cls, settings: ProcessSettings, registry: Registry, export: Callable[[bytes], None]
     ) -> Self:
         """Return the sources in a registry; ``export`` receives the entries of the audit log."""
         kept = settings.clients.stored_responses
@@ -100,9 +100,9 @@ class LaneSources:
     commands: AdminCommands | None = None
 
     @classmethod
-    def of(cls, settings: RouterSettings, registry: Registry) -> Self:
+    def of(cls, process: ProcessSettings, settings: LaneSettings, registry: Registry) -> Self:
         """Return the sources of a lane in its registry."""
-        folder = settings.lane_dir
+        folder = process.lane_dir(settings.fleet)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         last_known = folder / "workers.json" if folder is not None else None

@@ -40,7 +40,7 @@ from router.routing.placement.worker_load import Reports, load_of, loads_of
 from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
 from router.routing.requests.tickets import Tickets
 from router.routing.workers.slot import WorkerSlot
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 _LATE_NS = 100_000_000  # between two questions for the lane of late requests
 _REGRET_PERIOD = 16  # requests: reading all queues is slow
@@ -59,7 +59,7 @@ class SimulatedRouter(WorkerListener):
 
     def __init__(
         self,
-        settings: RouterSettings,
+        settings: LaneSettings,
         table: SimulatedTable,
         clock: VirtualClock,
         network: Network,

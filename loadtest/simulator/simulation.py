@@ -27,7 +27,7 @@ from loadtest.simulator.table import SimulatedTable, capabilities
 from loadtest.simulator.worker import LAYER_GROUPS, SimulatedWorker
 from loadtest.workloads.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
 from router.request import GenerationRequest, Mode
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 TURN_NS = 600_000_000  # until routers place by another role; measured on a real fleet
 Plan = Literal["fixed", "auto"]
@@ -110,7 +110,7 @@ class Simulation:
         self.clock = VirtualClock()
         timing = setup.timing
         self._table = SimulatedTable(capabilities(setup.block_tokens, timing.kv_bytes_per_token))
-        settings = RouterSettings(
+        settings = LaneSettings(
             model="simulated",
             model_names=("simulated",),
             max_queued_requests=setup.max_queued_requests,

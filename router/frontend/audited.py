@@ -7,15 +7,14 @@ from fastapi import Request
 
 from baton.tenants.audit.log import AuditLog
 from baton.tenants.audit.refused_logins import RefusedLogins
-from router.frontend.access import who_of
-from router.settings import RouterSettings
+from router.tenants.access import AccessControl
 
 
 class _Parts(Protocol):
     """Parts of a router that this file uses."""
 
     @property
-    def settings(self) -> RouterSettings: ...
+    def access(self) -> AccessControl: ...
     @property
     def audit(self) -> AuditLog | None: ...
     @property
@@ -37,7 +36,7 @@ async def audited(
         await router.audit.record(
             verb,
             what,
-            who=who_of(request.headers, router.settings),
+            who=router.access.name(request.headers),
             source=source_of(request),
             before=before,
             after=after,

@@ -111,7 +111,7 @@ async def test_json_of_every_command(fleet, tmp_path) -> None:
 async def test_what_is_wrong_is_named(fleet, arguments, said) -> None:
     result = await run(fleet, *arguments, code=1)
     assert said in result.output
-    assert len(fleet.router.settings.issued_keys) == 0
+    assert len(fleet.router.access.issued_keys) == 0
 
 
 async def test_a_whole_key_is_not_sent_as_an_id(fleet) -> None:

@@ -82,7 +82,7 @@ async def test_retention_is_set_and_unset(fleet) -> None:
     )
     shown = (await run(fleet, "ls")).split("\n")
     assert [line.strip() for line in shown if "team" in line] == ["team    keep_s 0, log_text on"]
-    policies = fleet.router.settings.policies
+    policies = fleet.router.policies
     assert policies.of("team").keep_s == 0 and not fleet.router.quotas.quotas.has_limits("team")
     unset = ("--keep-s", "default", "--log-text", "default")
     assert await run(fleet, "set", "team", *unset) == "team: no limits\n"

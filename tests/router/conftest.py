@@ -23,10 +23,10 @@ from router.app import build_app
 from router.frontend.http.protocol import server_config
 from router.process import Process
 from router.served_model import ServedModel
-from router.settings import RouterSettings
 from router.sources import LaneSources, Sources
 from tests.router.emulated_worker import EmulatedWorker, Script
 from tests.router.quick_server import QuickServer
+from tests.router.settings import settings_of
 from tests.router.static_directory import StaticDirectory
 
 MODEL = "smollm2"
@@ -44,10 +44,11 @@ def model(artifact):
     return ServedModel(artifact, (MODEL, "alias"))
 
 
-def process_of(settings: RouterSettings, model: ServedModel, directory, **sources) -> Process:
-    """A router with one lane; ``sources`` are those of the lane."""
-    lane = LaneSources(directory=directory, **sources)
-    return Process([(settings, model, lane)], Sources())
+def process_of(model: ServedModel, directory, events=None, **settings) -> Process:
+    """A router with one lane."""
+    core, lane = settings_of(*model.names, **settings)
+    sources = LaneSources(directory=directory, events=events)
+    return Process(core, None, [(lane, model, sources)], Sources())
 
 
 def free_port() -> int:
@@ -149,16 +150,14 @@ async def make_fleet(model):
         """``more``: sources of the process or its first lane, and settings."""
         sources = {name: more.pop(name) for name in more.keys() & SOURCES}
         lane = {name: more.pop(name) for name in more.keys() & {"demands", "commands"}}
-        token = FleetToken("secret")
-        settings = RouterSettings(
-            model=DEFAULT_MODEL, model_names=served.names, **{"fleet_token": token} | more
-        )
+        api_keys = more.pop("api_keys", None)
+        core, settings = settings_of(*served.names, **{"fleet_token": FleetToken("secret")} | more)
         directory = StaticDirectory()
         first = (settings, served, LaneSources(directory=directory, **lane))
-        process = Process([first, *others], Sources(**sources))
+        process = Process(core, api_keys, [first, *others], Sources(**sources))
         app, metrics = build_app(process), process.metrics
         server = QuickServer(
-            server_config(app, metrics, settings.clients, port=0, timeout_graceful_shutdown=1)
+            server_config(app, metrics, core.settings.clients, port=0, timeout_graceful_shutdown=1)
         )
         server.capture_signals = contextlib.nullcontext
         task = asyncio.create_task(server.serve())

@@ -87,7 +87,7 @@ class Arrival:
     def preparer(self) -> Preparer:
         """Converter of bodies to requests of the lane."""
         lane = self.lane
-        return Preparer(lane.model, lane.settings, lane.gateway.workers.pool_tokens)
+        return Preparer(lane.model, lane.settings, lane.core, lane.gateway.workers.pool_tokens)
 
     def traced(self, span: Span) -> Self:
         """Return the arrival with ``span`` as the parent of the workers' spans."""
@@ -115,7 +115,7 @@ class Calls:
         router = self._router
         ignored = ignored_of(request)
         with self._refusals(request, endpoint, now_ns):
-            caller = read_headers(request.headers, router.settings, ignored)
+            caller = read_headers(request.headers, router, ignored)
         with self._refusals(request, endpoint, now_ns, caller):
             raw = await read_body(request, router, deadline_s=caller.timeout_s)
             first = router.lanes.first.model.names[0]

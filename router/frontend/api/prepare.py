@@ -12,7 +12,6 @@ from baton.types.errors import InvalidRequestError, PromptTooLongError
 from baton.types.params import SamplingParams
 from baton.types.prompt_outputs import bytes_per_row
 from baton.types.slo import Slo
-from router.frontend.access import access_of
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.completion import MAX_PROMPTS, CompletionBody
 from router.frontend.api.bodies.embedding import MAX_INPUTS, EmbeddingBody
@@ -24,9 +23,11 @@ from router.frontend.api.structured_output import checked_schema
 from router.frontend.api.tool_use.offered import messages_of, must_call, offered
 from router.frontend.off_loop import TENANT
 from router.frontend.slo import slo_of
+from router.process import Process
+from router.process_core import ProcessCore
 from router.request import GenerationRequest, Mode, Routed, Shown, part_id
 from router.served_model import ServedModel
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 _MODES: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
@@ -58,7 +59,7 @@ class Caller:
 
 
 def read_headers(
-    headers: Mapping[str, str], settings: RouterSettings, ignored: Ignored | None = None
+    headers: Mapping[str, str], router: Process, ignored: Ignored | None = None
 ) -> Caller:
     """Read the sender and the options of a call from its headers.
 
@@ -69,16 +70,16 @@ def read_headers(
         raise InvalidRequestError.at(
             "x-baton-mode", f"must be auto, disaggregated or colocated (got {mode[:40]!r})"
         )
-    access = access_of(headers, settings)
+    access = router.access.of(headers)
     TENANT.set(access.tenant)
     return Caller(
         tenant=access.tenant,
         min_priority=access.min_priority,
         mode=_MODES[mode],
-        timeout_s=_timeout_s(headers.get("x-baton-timeout-ms"), settings),
+        timeout_s=_timeout_s(headers.get("x-baton-timeout-ms"), router.settings.default_timeout_s),
         traceparent=headers.get("traceparent", ""),
         client_id=client_id_of(headers),
-        slo=slo_of(headers, access.slo or settings.slo),
+        slo=slo_of(headers, access.slo or router.lanes.first.settings.slo),
         models=access.models,
         key_id=access.key_id,
         may_fall_back=_may_fall_back(headers),
@@ -95,9 +96,9 @@ def _may_fall_back(headers: Mapping[str, str]) -> bool:
     return value == "allow"
 
 
-def _timeout_s(raw: str | None, settings: RouterSettings) -> float:
+def _timeout_s(raw: str | None, default_s: float) -> float:
     if raw is None:
-        return settings.default_timeout_s
+        return default_s
     timeout_ms = _number(raw)
     if timeout_ms is None or not 0 < timeout_ms <= _MAX_TIMEOUT_MS:
         raise InvalidRequestError.at(
@@ -141,11 +142,13 @@ class Preparer:
     def __init__(
         self,
         model: ServedModel,
-        settings: RouterSettings,
+        settings: LaneSettings,
+        core: ProcessCore,
         pool_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._model = model
         self._settings = settings
+        self._core = core
         self._pool_tokens = pool_tokens
 
     def chat(
@@ -423,8 +426,8 @@ class Preparer:
 
     def _scope(self, caller: Caller, salt: str | None) -> str:
         """Join owner and salt; unambiguous, because a tenant's name contains no NUL."""
-        settings = self._settings
-        owner = settings.policies.owner_of(caller.tenant, shared=settings.share_cache)
+        core = self._core
+        owner = core.policies.owner_of(caller.tenant, shared=core.settings.share_cache)
         return f"{owner}\0{salt or ''}"
 
 

@@ -23,7 +23,6 @@ from baton.config.clients import ApiKeyConfig
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.tenants.key_record import KeyRecord
 from baton.types.errors import InvalidRequestError, UnavailableError
-from router.frontend.access import check_operator
 from router.frontend.api.bodies.common import OperatorBody
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.audited import audited
@@ -78,8 +77,8 @@ def routes(router: Process, keys: KeyExchange) -> Endpoints:
     api = Endpoints()
 
     def check(request: Request) -> None:
-        check_operator(request.headers, router.settings)
-        if router.settings.api_keys is None:
+        router.access.check_operator(request.headers)
+        if not router.access.needs_key:
             raise InvalidRequestError(
                 "this fleet checks no API keys; set `clients: {api_keys_file: redis}`, or "
                 "`api_keys`, in the fleet file"
@@ -204,10 +203,10 @@ def _record_of(new: _NewKey, now_ms: int) -> KeyRecord:
 
 def _check_rights(rights: ApiKeyConfig, router: Process) -> None:
     """Refuse rights that have no effect in this fleet."""
-    settings = router.settings
-    if rights.log_text and not (settings.logs.requests and settings.logs.format == "json"):
+    logs = router.settings.logs
+    if rights.log_text and not (logs.requests and logs.format == "json"):
         raise InvalidRequestError("log_text needs `logs: {format: json, requests: true}`")
-    if rights.adapters == "own" and settings.adapter_folder is None:
+    if rights.adapters == "own" and router.lanes.first.settings.adapter_folder is None:
         raise InvalidRequestError("`adapters: own` needs `adapters: {folder: FOLDER}`")
 
 

@@ -23,7 +23,6 @@ from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.gates import MAX_GOLDEN, GoldenPrompt, GoldenRound
 from baton.types.routes import NameRoute, RouteTable
 from baton.types.versioned import TableChangeError
-from router.frontend.access import check_change, check_operator, who_of
 from router.frontend.api.bodies.common import OperatorBody
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.audited import audited
@@ -85,7 +84,7 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
     @api.get("/fleet/models", include_in_schema=False)
     async def listed(request: Request) -> dict[str, Any]:
         """List the models with their workers and versions, and the routes of names."""
-        check_operator(request.headers, router.settings)
+        router.access.check_operator(request.headers)
         return {
             "models": [_lane(router, lane) for lane in router.lanes],
             "routes": {
@@ -100,7 +99,7 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
     @api.post("/fleet/models", include_in_schema=False)
     async def change(request: Request) -> dict[str, Any]:
         """Change the models of a name. Every router applies it within a second."""
-        check_change(request.headers, router.settings)
+        router.access.check_change(request.headers)
         try:
             body = _ChangeBody.model_validate_json(await read_body(request, router))
         except ValidationError as error:
@@ -112,7 +111,7 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
             name = lane.model.names[0]
             if name not in desks:
                 raise UnavailableError("this router has no connection to the fleet's Redis")
-            await ask(desks[name], body.verb, who_of(request.headers, router.settings))
+            await ask(desks[name], body.verb, router.access.name(request.headers))
             return {"name": name, "route": None}
         if body.verb == "gate":
             return await gate(request, body)

@@ -22,11 +22,11 @@ from baton.tenants.erasures import Erasures
 from baton.tenants.limits import Limits
 from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.versioned import TableChangeError
-from router.frontend.access import Access, access_of, check_change
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.audited import audited
 from router.frontend.operators.deletion.command import delete_tenant
 from router.process import Process
+from router.tenants.access import Access
 from router.tenants.limits_table import SyncedLimits
 
 _LOG = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def routes(
     api = Endpoints()
 
     def check(request: Request) -> None:
-        check_change(request.headers, router.settings)
+        router.access.check_change(request.headers)
 
     @api.get("/fleet/tenants", include_in_schema=False)
     async def listed(
@@ -55,7 +55,7 @@ def routes(
 
         With ``limit``, the answer has their use, which is current from the second call on.
         """
-        return _list(router, access_of(request.headers, router.settings), limit)
+        return _list(router, router.access.of(request.headers), limit)
 
     @api.put("/fleet/tenants/{tenant}", include_in_schema=False)
     async def set_limits(request: Request, tenant: str) -> dict[str, Any]:
@@ -113,7 +113,7 @@ async def _change(
 
 
 def _list(router: Process, access: Access, limit: int | None) -> dict[str, Any]:
-    tenants = router.settings.policies.all
+    tenants = router.policies.all
     names = sorted(tenants, key=_natural) if access.operator else [access.tenant]
     names = [name for name in names if name in tenants]
     shown = [_shown(name, tenants[name]) for name in names[:limit]]
@@ -124,7 +124,7 @@ def _list(router: Process, access: Access, limit: int | None) -> dict[str, Any]:
         for row in shown:
             standings = quotas.standing(row["tenant"], now_ns)
             row["used"] = {kind: standing.used for kind, standing in standings.items()}
-    source = router.settings.tenants_file
+    source = router.policies.file
     is_shown = access.operator and source is not None and source.is_used
     return {
         "total": len(names),

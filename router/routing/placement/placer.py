@@ -33,7 +33,7 @@ from router.routing.placement.shortlist import Described, Shortlist
 from router.routing.placement.worker_columns import Workers
 from router.routing.placement.worker_load import NO_TIERS, Rates, Reports, load_of, loads_of
 from router.routing.workers.slot import WorkerSlot
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 _INITIAL_OUTPUT_TOKENS = 128.0
 _OUTPUT_WEIGHT = 0.05  # of one response in the mean of their lengths
@@ -90,7 +90,7 @@ class Placer:
 
     def __init__(
         self,
-        settings: RouterSettings,
+        settings: LaneSettings,
         workers: Workers,
         prefix_index: PrefixIndex,
         book: LoadBook,

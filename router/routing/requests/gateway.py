@@ -35,6 +35,7 @@ from baton.types.errors import (
 )
 from baton.wire.codecs import error_from_wire
 from baton.wire.compatibility import own_wire
+from router.process_core import ProcessCore
 from router.request import GenerationRequest
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
@@ -55,7 +56,7 @@ from router.routing.requests.stream_repair import StreamRepair
 from router.routing.requests.tickets import Tickets
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.table import WorkerDirectory, WorkerTable
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class Gateway:
 
     def __init__(
         self,
-        settings: RouterSettings,
+        core: ProcessCore,
+        settings: LaneSettings,
         tokenizer: TextTokenizer,
         directory: WorkerDirectory,
         prefix_index: PrefixIndex,
@@ -80,10 +82,10 @@ class Gateway:
         hello = Hello(
             router_id=self.router_id, router_incarnation=incarnation, wire=own_wire(), may_rest=True
         )
-        self.workers = WorkerTable(directory, settings, hello, self, observer.task_failed)
+        self.workers = WorkerTable(directory, core, settings, hello, self, observer.task_failed)
         self.workers.on_turn = self._on_turn
-        self.admission = Admission(settings.max_queued_requests, settings.policies.weight)
-        self.shares = Shares(settings.policies.weight)
+        self.admission = Admission(settings.max_queued_requests, core.policies.weight)
+        self.shares = Shares(core.policies.weight)
         self.work = WorkCounter()
         self.tickets = Tickets()
         self._tokenizer = tokenizer
@@ -99,16 +101,14 @@ class Gateway:
             self._admit,
             self._finish,
         )
-        self._dispatcher = Dispatcher(
-            settings, self.workers, self._placer, observer, self.router_id
-        )
+        self._dispatcher = Dispatcher(core, self.workers, self._placer, observer, self.router_id)
         self._prefill_recovery = PrefillRecovery(
-            settings, self.workers, self._book, observer, self._fail_at
+            core, self.workers, self._book, observer, self._fail_at
         )
         self._stream_repair = StreamRepair()
         self._active: dict[str, ActiveRequest] = {}
         self._shadows: dict[str, ActiveRequest] = {}  # copies that run, the oldest first
-        self.kept = KeptRecords(settings.kept_records)
+        self.kept = KeptRecords(core.settings.kept_records)
         self._pumping = False
         self._closing = False
         self.stopping = False  # the fleet stops: responses may finish, lost workers have exited

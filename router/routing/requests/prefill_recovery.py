@@ -14,6 +14,7 @@ from batonpb.decode_pb2 import PrefillNeeded, PrefillReplacement, RouterFrame
 from baton.types.errors import BatonError, TransferError, UnavailableError
 from baton.types.geometry import context_tokens
 from baton.wire.codecs import error_to_wire
+from router.process_core import ProcessCore
 from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.worker_load import load_of
 from router.routing.requests.active_request import ActiveRequest
@@ -22,7 +23,6 @@ from router.routing.requests.observer import Observer
 from router.routing.requests.recovery_policy import after_prefill_failure
 from router.routing.workers.slot import WorkerSlot
 from router.routing.workers.table import WorkerTable
-from router.settings import RouterSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PrefillRecovery:
     ``end`` ends a request whose worker has the error already.
     """
 
-    settings: RouterSettings
+    core: ProcessCore
     workers: WorkerTable
     book: LoadBook
     observer: Observer
@@ -127,7 +127,7 @@ class PrefillRecovery:
         self.observer.retried("prefill replaced")
         decode = self.workers.link(active.decode_id)
         reader = decode.incarnation if decode is not None else b""
-        token = self.settings.fleet_token
+        token = self.core.fleet_token
         target = prefill_target(link, token, active, reader)
         prefix = prefix_sources(active, self.workers, token, link)
         answer = PrefillReplacement(
@@ -141,7 +141,7 @@ class PrefillRecovery:
             return
         active.wants_prefill = True
         active.record.note("waits for another prefill worker", monotonic_ns())
-        limit_s = self.settings.repair_wait_s
+        limit_s = self.core.settings.repair_wait_s
         loop = asyncio.get_running_loop()
         active.repair_timer = loop.call_later(limit_s, self._give_up, active, limit_s)
 

@@ -24,7 +24,7 @@ from baton.types.params import SamplingParams
 from router.request import GenerationRequest, Pinned
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
-from router.settings import RouterSettings
+from router.settings import ProcessSettings
 
 _AT_ONCE = 4
 _PROMPT = (1, 2, 3)
@@ -41,7 +41,7 @@ class Prober:
     sooner than ``probe_pause_s`` after the last round.
     """
 
-    def __init__(self, gateway: Gateway, settings: RouterSettings, tasks: BackgroundTasks) -> None:
+    def __init__(self, gateway: Gateway, settings: ProcessSettings, tasks: BackgroundTasks) -> None:
         self._gateway = gateway
         self._settings = settings
         self._tasks = tasks
@@ -94,7 +94,7 @@ class Prober:
         pairs = usable_pairs(self._gateway, self._rounds)
         gate = asyncio.Semaphore(_AT_ONCE)
         results = await asyncio.gather(*(self._probe(pair, gate, priority) for pair in pairs))
-        may_be_empty = self._settings.starts_from_zero
+        may_be_empty = self._gateway.settings.starts_from_zero
         good = bool(results or may_be_empty) and all(result["ok"] for result in results)
         waits = may_be_empty and not served  # requests are accepted, and start a worker
         ready = good and (expected == served or waits)  # else wait for a pool that is starting

@@ -61,7 +61,7 @@ def code_of(answer) -> str:
 
 
 def policies(fleet) -> dict[str, Limits]:
-    return dict(fleet.router.settings.policies.all)
+    return dict(fleet.router.policies.all)
 
 
 async def test_limits_are_set_changed_and_removed_at_all_routers(start) -> None:

@@ -57,13 +57,11 @@ SECRET = "armadillo"  # in everything that it has
 ADAPTER = f"{VIOLET}/{SECRET}"
 
 
-def ended_keys() -> KeyTable:
-    """A table with an expired and a revoked operator's key."""
-    table = KeyTable()
+def adopt_ended_keys(table: KeyTable) -> None:
+    """Add an expired and a revoked operator's key."""
     rights = {"tenant": VIOLET, "role": "operator"}
     table.adopt(issue(EXPIRED, rights, created_ms=1, expires_ms=10**12))
     table.adopt(msgspec.structs.replace(issue(REVOKED, rights, created_ms=1), revoked_ms=2))
-    return table
 
 
 def paths_of(app) -> Iterator[str]:
@@ -91,11 +89,10 @@ async def everything(make_fleet, model, artifact, registry, tmp_path):
     served.__dict__.update(model.__dict__)
     served.adapters = AdapterTable(artifact.config, model.names, folder=str(tmp_path))
     limits = StoreLimits(keep_s=60, tenant_bytes=10**6, total_bytes=10**7)
-    return await make_fleet(
+    fleet = await make_fleet(
         {"decode-0": Script(step_s=0.001)},
         served,
         api_keys=KEYS | {f"key-of-{VIOLET}": ApiKeyConfig(tenant=VIOLET)},
-        issued_keys=ended_keys(),
         keys=SharedKeys(registry),
         limits=SharedLimits(registry),
         usage=SharedUsage(registry),
@@ -103,6 +100,8 @@ async def everything(make_fleet, model, artifact, registry, tmp_path):
         commands=SimpleNamespace(ask=AsyncMock(return_value=None)),
         state_dir=str(tmp_path),
     )
+    adopt_ended_keys(fleet.router.access.issued_keys)
+    return fleet
 
 
 async def test_each_route_lets_in_whom_it_should(everything):

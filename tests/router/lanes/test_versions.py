@@ -61,7 +61,7 @@ async def test_a_version_is_tried_promoted_and_rolled_back(lanes: TwoLanes) -> N
 
 async def test_a_tenant_may_name_a_version_only_if_its_policy_allows_it(lanes: TwoLanes) -> None:
     policies = {"limited": Limits(models=("chat",)), "version": Limits(models=(TEN,))}
-    lanes.fleet.router.settings.policies.replace(policies)
+    lanes.fleet.router.policies.replace(policies)
 
     async def status(tenant: str, name: str) -> int:
         answer = await ask(lanes, name, headers={"x-baton-tenant": tenant})

@@ -30,7 +30,7 @@ async def fleet(make_fleet, registry):
 
 def use_policies(fleet, policies: dict[str, Limits]) -> None:
     """Use policies that Redis' older table does not replace."""
-    fleet.router.settings.policies.replace(policies)
+    fleet.router.policies.replace(policies)
     fleet.router.quotas.quotas.set_limits(policies)
 
 

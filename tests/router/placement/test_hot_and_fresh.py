@@ -15,7 +15,7 @@ from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.native.library import load
 from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_index import PrefixIndex
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 CLIENTS, ANSWER, PROMPT = 200, 64, tuple(range(2048))
 REPORT_NS, SECOND_NS = 250_000_000, 1_000_000_000
@@ -33,7 +33,7 @@ class Closed:
         self.slots = fleet(0, workers + 1, draw)
         self.late = self.slots.pop()
         self.index, self.book, self.now_ns = PrefixIndex(), LoadBook(), 0
-        settings = RouterSettings(model="m", model_names=("m",))
+        settings = LaneSettings(model="m", model_names=("m",))
         self.placer = Placer(
             settings,
             self,

@@ -6,7 +6,6 @@ from time import monotonic_ns
 from batonpb import common_pb2 as common
 from batonpb import decode_pb2 as pb
 
-from baton.config.fleet_file import DEFAULT_MODEL
 from baton.telemetry.metrics import Metrics
 from baton.types.params import SamplingParams
 from baton.wire.tokens import pack_tokens
@@ -16,9 +15,9 @@ from router.routing.requests.gateway import Gateway
 from router.routing.requests.observer import Observer
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.slot import WorkerSlot
-from router.settings import RouterSettings
 from tests.router.conftest import record_of
 from tests.router.emulated_worker import EmulatedWorker
+from tests.router.settings import settings_of
 from tests.router.static_directory import StaticDirectory
 
 
@@ -66,9 +65,9 @@ class FakeLink(WorkerLink):
 
 
 def fake_gateway(model, **settings) -> Gateway:
-    base = RouterSettings(model=DEFAULT_MODEL, model_names=("m",), **settings)
+    core, lane = settings_of(**settings)
     observer = Observer(Metrics("router", model="m"))
-    return Gateway(base, model.tokenizer, StaticDirectory(), PrefixIndex(), observer)
+    return Gateway(core, lane, model.tokenizer, StaticDirectory(), PrefixIndex(), observer)
 
 
 def request(request_id="r", *, n=1, max_tokens=8, prompt=(1, 2, 3), seed=1, **more):

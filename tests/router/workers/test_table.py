@@ -3,25 +3,21 @@
 import asyncio
 import contextlib
 import gc
-from dataclasses import replace
 
 import msgspec
 import pytest
 from batonpb.decode_pb2 import Hello
 
-from baton.config.fleet_file import DEFAULT_MODEL
 from baton.registry.types import WorkerRecord
 from baton.wire.compatibility import own_wire
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.table import WorkerTable
-from router.settings import RouterSettings
 from tests.router.conftest import record_of, until
 from tests.router.emulated_worker import EmulatedWorker
+from tests.router.settings import settings_of
 from tests.router.static_directory import StaticDirectory
 
-SETTINGS = RouterSettings(
-    model=DEFAULT_MODEL, model_names=("m",), silence_s=0.5, reopen_s=0.2, dead_shown_s=0.5
-)
+SETTINGS = {"silence_s": 0.5, "reopen_s": 0.2, "dead_shown_s": 0.5}
 
 
 class Listener:
@@ -53,7 +49,7 @@ async def running(directory, failures: list[str] | None = None, **settings):
     listener = Listener()
     hello = Hello(router_id="r", router_incarnation=b"r" * 16, wire=own_wire())
     count = failures.append if failures is not None else lambda _: None
-    table = WorkerTable(directory, replace(SETTINGS, **settings), hello, listener, count)
+    table = WorkerTable(directory, *settings_of(**SETTINGS | settings), hello, listener, count)
     listener.table = table
     table.start()
     try:

@@ -11,7 +11,6 @@ from fastapi.responses import JSONResponse
 from opentelemetry.trace import Span
 
 from baton.types.errors import InvalidRequestError, PromptTooLongError
-from router.frontend.access import tenant_of
 from router.frontend.api.answer import Answer
 from router.frontend.api.bodies.common import ModelBody
 from router.frontend.api.endpoints import Endpoints, page_of
@@ -59,7 +58,7 @@ def routes(router: Process) -> Endpoints:
     @api.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
         """Delete a stored response."""
-        await calls.store.delete(tenant_of(request.headers, router.settings), response_id)
+        await calls.store.delete(router.access.tenant(request.headers), response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @api.post("/v1/responses/{response_id}/cancel")
@@ -70,7 +69,7 @@ def routes(router: Process) -> Endpoints:
     @api.get("/v1/responses/{response_id}/input_items")
     async def response_input_items(request: Request, response_id: str) -> dict[str, Any]:
         """List the input items of a stored response."""
-        kept = await calls.store.get(tenant_of(request.headers, router.settings), response_id)
+        kept = await calls.store.get(router.access.tenant(request.headers), response_id)
         return _page(kept.input, request.query_params)
 
     return api
@@ -84,7 +83,7 @@ class _ResponsesCalls(Calls):
             router.sources.responses,
             limits.max_response_bytes,
             router.metrics,
-            router.settings.policies,
+            router.policies,
         )
         # Running responses by tenant and id.
         self._open: WeakValueDictionary[tuple[str, str], ResponsesFormat] = WeakValueDictionary()
@@ -102,7 +101,7 @@ class _ResponsesCalls(Calls):
             await off_loop(size_bytes, lambda: kept_input(answer_id, given)) if body.keeps else []
         )
 
-        policies = self._router.settings.policies
+        policies = self._router.policies
         deletion = policies.deletion_of(caller.tenant)
 
         async def keep(response: dict[str, Any]) -> str:
@@ -141,14 +140,14 @@ class _ResponsesCalls(Calls):
             raise InvalidRequestError.at(
                 "stream", "the events of a response are not stored; leave it out"
             )
-        tenant = tenant_of(request.headers, self._router.settings)
+        tenant = self._router.access.tenant(request.headers)
         running = self._running(tenant, response_id)
         if running is not None:
             return running.snapshot("in_progress")
         return (await self.store.get(tenant, response_id)).response
 
     async def cancel(self, request: Request, response_id: str) -> dict[str, Any]:
-        tenant = tenant_of(request.headers, self._router.settings)
+        tenant = self._router.access.tenant(request.headers)
         running = self._running(tenant, response_id)
         found = self._router.lanes.find(response_id)
         if running is not None and found is not None:

@@ -47,8 +47,8 @@ async def delete_tenant(
 
     await synced.change(edit)
     deletion, had_limits = made[-1]
-    source = router.settings.tenants_file
-    in_file = source is not None and source.is_used and tenant in router.settings.policies.all
+    source = router.policies.file
+    in_file = source is not None and source.is_used and tenant in router.policies.all
     workers = {
         slot.worker_id for slot in router.lanes.slots if slot.state not in ("dead", "parked")
     }
@@ -135,15 +135,11 @@ async def _all_reports(
 
 
 def _keys_of(router: Process, tenant: str) -> int:
-    settings = router.settings
     now_ms = time.time_ns() // 1_000_000
-    issued = settings.issued_keys
-    of_file = [
-        spelled
-        for spelled, rights in (settings.api_keys or {}).items()
-        if rights.tenant == tenant and not issued.is_ended(spelled, now_ms)
+    of_file = list(router.access.keys_of(tenant, now_ms))
+    issued = [
+        key
+        for key in router.access.issued_keys
+        if key.rights.tenant == tenant and key.record.state(now_ms) == "valid"
     ]
-    valid = [
-        key for key in issued if key.rights.tenant == tenant and key.record.state(now_ms) == "valid"
-    ]
-    return len(of_file) + len(valid)
+    return len(of_file) + len(issued)

@@ -170,7 +170,7 @@ async def test_a_request_that_runs_while_its_tenant_is_deleted_is_not_logged_wit
     fleet, caplog
 ):
     caplog.set_level(logging.INFO, logger="baton.requests")
-    policies = fleet.router.settings.policies
+    policies = fleet.router.policies
     caplog.clear()
     policies.expect()  # the owner of the cache changes while the request runs
     body = {"model": MODEL, "prompt": "hello", "max_tokens": 4, "stream": True}
