@@ -47,7 +47,7 @@ def build_app(process: Process) -> FastAPI:
     @contextlib.asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
         async with process.running():
-            if process.sources.gates is not None:
+            if process.sources is not None:
                 GateWatch(process, process.sources.gates).start()
             store = batch.store_of(process)
             if store is not None:
@@ -93,29 +93,27 @@ def build_app(process: Process) -> FastAPI:
 
 
 def _endpoints(process: Process) -> list[Endpoints]:
-    erasures = process.sources.erasures
     made = [routes(process) for routes in _ENDPOINTS]
     commands = {
-        lane.model.names[0]: lane.sources.commands
+        lane.model.names[0]: lane.sources.tables.commands
         for lane in process.lanes
-        if lane.sources.commands is not None
+        if lane.sources.tables is not None
     }
     if commands:
         made.append(admin_commands.routes(process, commands))
     if process.keys is not None:
         made.append(keys.routes(process, process.keys))
     made.append(model_routes.routes(process, commands))
-    made.append(tenants.routes(process, process.limits, erasures))
-    if process.sources.usage is not None:
+    made.append(tenants.routes(process))
+    if process.sources is not None:
         made.append(usage.routes(process, process.sources.usage))
     return made
 
 
 def _follow_deletions(process: Process) -> None:
-    erasures = process.sources.erasures
-    if process.limits is None or erasures is None:
+    if process.limits is None or process.sources is None:
         return
     name = f"router {process.router_id}"
     forget = process.quotas.quotas.forget
-    follower = DeletionFollower(process, name, erasures, forget)
+    follower = DeletionFollower(process, name, process.sources.erasures, forget)
     process.limits.on_table.append(follower.receive)

@@ -18,9 +18,10 @@ from router.routing.requests.gateway import Gateway
 from router.routing.requests.observer import Observer
 from router.routing.requests.readiness import Prober
 from router.routing.requests.tickets import TicketFeed
+from router.routing.requests.worker_events import WorkerEvents
 from router.served_model import ServedModel
 from router.settings import LaneSettings
-from router.sources import LaneSources
+from router.sources import LaneSources, LaneTables
 
 
 class Lane:
@@ -60,22 +61,20 @@ class Lane:
         self.worker_cells = WorkerCells(gateway.workers)
         self.grammars = GrammarChecker(model.vocabulary, metrics)
         self.prober = Prober(gateway, core.settings, tasks)
-        count_failure = observer.task_failed
-        self._tickets = TicketFeed(gateway.tickets, sources.tickets, count_failure)
-        self._shares = ShareFeed(
-            gateway.router_id,
-            gateway.admission,
-            gateway.shares,
-            gateway.pump,
-            gateway.work.demand,
-            sources.demands,
-            count_failure,
-            gateway.workers.last_turn,
-            self.observer.planned,
+        self._feeds = self._feeds_of(sources.tables) if sources.tables is not None else []
+
+    def _feeds_of(self, tables: LaneTables) -> "list[TicketFeed | ShareFeed | IndexFeeder]":
+        """Return the tasks that keep the lane's parts equal to Redis."""
+        gateway = self.gateway
+        count_failure = self.observer.task_failed
+        shares = ShareFeed(gateway, tables.demands, count_failure, self.observer.planned)
+        index = IndexFeeder(
+            self.prefix_index,
+            tables.events,
+            self.observer.metrics,
+            gateway.workers.resting.refreshed,
         )
-        self._index = IndexFeeder(
-            self.prefix_index, sources.events, metrics, gateway.workers.resting.refreshed
-        )
+        return [index, TicketFeed(gateway.tickets, tables.tickets, count_failure), shares]
 
     @property
     def is_loaded(self) -> bool:
@@ -88,17 +87,18 @@ class Lane:
         folder = self.core.settings.lane_dir(self.settings.fleet)
         adapters = self.model.adapters
         file = folder / "adapters.json" if folder else None
-        await adapters.start(self.sources.adapters, file, self.observer.task_failed)
-        self.gateway.start()
-        self._index.start()
-        self._tickets.start()
-        self._shares.start()
+        tables = self.sources.tables
+        await adapters.start(
+            tables.adapters if tables is not None else None, file, self.observer.task_failed
+        )
+        self.gateway.start(WorkerEvents(self.gateway))
+        for feed in self._feeds:
+            feed.start()
         try:
             yield
         finally:
-            await self._tickets.close()
-            await self._shares.close()
-            await self._index.close()
+            for feed in self._feeds:
+                await feed.close()
             await adapters.close()
             await self.grammars.close()
             await self.gateway.close()

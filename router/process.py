@@ -61,7 +61,7 @@ class Process:
         core: ProcessCore,
         api_keys: Mapping[str, ApiKeyConfig] | None,
         lanes: Sequence[tuple[LaneSettings, ServedModel, LaneSources]],
-        sources: Sources,
+        sources: Sources | None,
     ) -> None:
         first, model, _ = lanes[0]
         self.core = core
@@ -69,7 +69,7 @@ class Process:
         self.policies = core.policies
         self.access = AccessControl(api_keys, core.fleet_token, core.policies)
         self.sources = sources
-        self.audit = sources.audit
+        self.audit = sources.audit if sources is not None else None
         self.metrics = metrics = Metrics("router", model=model.names[0])
         metrics.set("baton_worker_price_per_hour", first.price_per_hour)
         self.observer = Observer(metrics)
@@ -79,16 +79,20 @@ class Process:
         self.lanes = LaneTable([Lane(core, *lane, self.observer, self.tasks) for lane in lanes])
         self.router_id = self.lanes.first.gateway.router_id
         self.gates = GateBook()
-        self.routes = SyncedRoutes(sources.routes, self._file("routes.json"), count_failure)
+        self.routes = SyncedRoutes(
+            sources.routes if sources is not None else None,
+            self._file("routes.json"),
+            count_failure,
+        )
         self.shadows = Shadows(self.gates, self.lanes, metrics, self.tasks)
         self.answer_checks = AnswerChecks(metrics)
         self.request_log = RequestLog(settings, self.access, self.answer_checks)
         self.refused = RefusedRequests(settings.kept_records)
         self.past_reports = PastReports()
         self.refused_logins = logins = RefusedLogins()
-        if sources.audit is not None:
-            sources.audit.on_failure = lambda: metrics.inc("baton_audit_failures")
-            sources.audit.each_period.append(lambda: logins.take(time.monotonic_ns()))
+        if self.audit is not None:
+            self.audit.on_failure = lambda: metrics.inc("baton_audit_failures")
+            self.audit.each_period.append(lambda: logins.take(time.monotonic_ns()))
         self._make_tenants(sources)
         self.observers = CallObservers(
             begun=(self.quotas.begun,),
@@ -103,13 +107,13 @@ class Process:
             ),
         )
 
-    def _make_tenants(self, sources: Sources) -> None:
+    def _make_tenants(self, sources: Sources | None) -> None:
         count_failure = self.observer.task_failed
         first = self.lanes.first
         shares = first.gateway.shares
         self.quotas = QuotaFeed(
             self.router_id,
-            sources.quotas,
+            sources.quotas if sources is not None else None,
             lambda: shares.known_routers,
             count_failure,
             lambda tenant, limit: self.metrics.inc(
@@ -117,32 +121,32 @@ class Process:
             ),
         )
         ledger = Ledger(self.router_id)
-        self.usage = UsageFeed(
-            ledger, sources.usage, count_failure, price_per_hour=first.settings.price_per_hour
-        )
+        price = first.settings.price_per_hour
+        shared_usage = sources.usage if sources is not None else None
+        self.usage = UsageFeed(ledger, shared_usage, count_failure, price_per_hour=price)
         self.usage_counter = UsageCounter(ledger)
         for lane in self.lanes:
             lane.observer.on_charged = self.usage_counter.of(lane.model.names[0])
         self._usage_copies: UsageCopies | None = None
+        self.keys: KeyExchange | None = None
+        self.limits: SyncedLimits | None = None
+        if sources is None:
+            return
         folder = self._file("usage")
-        if sources.usage is not None and folder is not None:
+        if folder is not None:
             self._usage_copies = UsageCopies(sources.usage, folder, count_failure)
             self.usage.keep = self._usage_copies.keep
-        self.keys: KeyExchange | None = None
-        if sources.keys is not None:
-            file = self._file("keys.json")
-            self.keys = KeyExchange(self.access.issued_keys, sources.keys, file, count_failure)
-        self.limits: SyncedLimits | None = None
-        if sources.limits is not None:
-            self.limits = SyncedLimits(
-                sources.limits,
-                self._use_policies,
-                self._file("tenants.json"),
-                self.policies.file,
-                count_failure,
-            )
-            self.policies.expect()
-            self.limits.on_table.append(self.policies.adopt)
+        file = self._file("keys.json")
+        self.keys = KeyExchange(self.access.issued_keys, sources.keys, file, count_failure)
+        self.limits = SyncedLimits(
+            sources.limits,
+            self._use_policies,
+            self._file("tenants.json"),
+            self.policies.file,
+            count_failure,
+        )
+        self.policies.expect()
+        self.limits.on_table.append(self.policies.adopt)
 
     def _file(self, name: str) -> Path | None:
         """Return the path of a file in the state folder; None without one."""

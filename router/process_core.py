@@ -22,7 +22,7 @@ class ProcessCore:
         policies: Policies and deletions of tenants.
     """
 
-    settings: ProcessSettings
+    settings: ProcessSettings = field(default_factory=ProcessSettings)
     fleet_token: FleetToken = field(default_factory=FleetToken)
     tls: FleetTls | None = None
     policies: TenantPolicies = field(default_factory=TenantPolicies)

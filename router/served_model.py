@@ -360,6 +360,6 @@ class ServedModel:
 
 def not_served(name: str, served: Sequence[str], shown: int = 1) -> ModelNotFoundError:
     """Return the error for a name that is not served, which shows so many that are."""
-    usable = [one for one in served if one != name][:shown]
+    usable = [other for other in served if other != name][:shown]
     hint = f"; this fleet serves {', '.join(map(repr, usable))}" if usable else ""
     return ModelNotFoundError.at("model", f"{name[:200]!r} is not served{hint}")

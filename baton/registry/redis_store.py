@@ -256,10 +256,10 @@ class Registry:
                 self._skipped.pop(name, None)
         return read
 
-    def names_in(self, found: Iterable[bytes]) -> dict[str, bytes]:
+    def names_in(self, raws: Iterable[bytes]) -> dict[str, bytes]:
         """Return raw names by their text; those that are not UTF-8 are skipped."""
         names = {}
-        for raw in found:
+        for raw in raws:
             try:
                 names[raw.decode()] = raw
             except UnicodeDecodeError as error:
@@ -377,8 +377,8 @@ class Registry:
     async def refreshes(self) -> dict[bytes, bytes]:
         """Return the last refresh of each incarnation in the index, by its own clock."""
         (flat,) = await self.send(("ZRANGE", self.key("kv:live"), 0, -1, "WITHSCORES"))
-        found = zip(flat[::2], flat[1::2], strict=True)
-        return {one: at for one, at in found if len(one) == INCARNATION_BYTES}
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        return {life: at for life, at in pairs if len(life) == INCARNATION_BYTES}
 
     async def marks(
         self, incarnations: Collection[bytes]
@@ -389,12 +389,12 @@ class Registry:
         with a wrong clock removes none.
         """
         for part in slices(list(incarnations)):
-            (marks,) = await self.send(("MGET", *(self._kv_keys(one)[-1] for one in part)))
-            expired = [one for one, mark in zip(part, marks, strict=True) if mark is None]
+            (marks,) = await self.send(("MGET", *(self._kv_keys(life)[-1] for life in part)))
+            expired = [life for life, mark in zip(part, marks, strict=True) if mark is None]
             if expired:
                 await self.send(("ZREM", self.key("kv:live"), *expired))
-            found = zip(part, map(parse_mark, marks), strict=True)
-            yield {bytes(one): mark for one, mark in found if mark is not None}
+            pairs = zip(part, map(parse_mark, marks), strict=True)
+            yield {bytes(life): mark for life, mark in pairs if mark is not None}
 
     async def snapshot(self, incarnation: bytes) -> tuple[Snapshot, int] | None:
         """Return an incarnation's set and checksum; None if it is missing or damaged."""
@@ -420,11 +420,11 @@ class Registry:
         """
         (answer,) = await self.send(self.streams.read(after, count, wait_s))
         positions = dict(after)
-        found = list[dict[bytes, bytes]]()
+        batches = list[dict[bytes, bytes]]()
         for key, entries in answer or ():
             positions[bytes(key)] = bytes(entries[-1][0])
-            found += (fields for _, fields in entries)
-        return positions, found
+            batches += (fields for _, fields in entries)
+        return positions, batches
 
     # --- plumbing --------------------------------------------------------------------------------
 

@@ -22,9 +22,9 @@ from router.app import build_app
 from router.frontend.http.protocol import server_config
 from router.process import Process
 from router.served_model import ServedModel
-from router.sources import LaneSources, Sources
+from router.sources import LaneSources
 from tests.clients.shaped_worker import ShapedWorker
-from tests.router.conftest import record_of, until
+from tests.router.conftest import record_of, sources_of, until
 from tests.router.emulated_worker import EmulatedWorker
 from tests.router.settings import settings_of
 from tests.router.static_directory import StaticDirectory
@@ -62,8 +62,8 @@ async def serving(
         router = Process(
             core,
             api_keys,
-            [(settings, model, LaneSources(directory=directory))],
-            Sources(responses=stored),
+            [(settings, model, LaneSources(directory, None))],
+            sources_of(registry, responses=stored),
         )
         server = uvicorn.Server(
             server_config(

@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.tenants.erasures import Erasures
-from baton.tenants.quotas import SharedQuotas
-from baton.tenants.shared_limits import SharedLimits
 from fleet.cli import tenants as command
 from fleet.cli.main import app
 from router.frontend.operators.deletion import command as deletion
@@ -32,9 +29,7 @@ async def fleet(make_fleet, registry):
     return await make_fleet(
         {"decode-0": None},
         api_keys={},
-        limits=SharedLimits(registry),
-        quotas=SharedQuotas(registry),
-        erasures=Erasures(registry),
+        registry=registry,
     )
 
 

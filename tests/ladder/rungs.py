@@ -10,7 +10,6 @@ from pathlib import Path
 import httpx
 import psutil
 
-from baton.registry.event_feed import EventFeed
 from baton.registry.redis_store import Registry
 from baton.registry.workers import RegistryWatcher
 from baton.wire.fleet_token import FleetToken
@@ -18,6 +17,7 @@ from router.app import build_app
 from router.frontend.http.protocol import server_config
 from router.process import Process
 from router.served_model import ServedModel
+from router.sources import LaneTables
 from tests.router.conftest import process_of, until
 from tests.router.quick_server import QuickServer
 from tests.workers.harness import TOKEN, WorkerProcess
@@ -74,7 +74,7 @@ class LadderFleet:
         self.deaths: list[str] = []
         self._avoided = ""
         on_dead = self.table._listener.on_dead
-        quote = self.gateway._placer.quote
+        quote = self.gateway.placer.quote
 
         def note(link, incarnation, reason, *, died):
             self.deaths.append(f"{link.worker_id}: {reason}")
@@ -84,7 +84,7 @@ class LadderFleet:
             return quote(request, avoid or self.incarnation(self._avoided))
 
         self.table._listener.on_dead = note
-        self.gateway._placer.quote = quote_elsewhere
+        self.gateway.placer.quote = quote_elsewhere
 
     def incarnation(self, name: str) -> bytes:
         return self.workers[name].record.incarnation if name else b""
@@ -223,7 +223,7 @@ async def ladder_fleet(
         router = process_of(
             served,
             RegistryWatcher(registry),
-            events=EventFeed(registry),
+            LaneTables.of(registry),
             fleet_token=FleetToken(TOKEN),
         )
         app = build_app(router)

@@ -23,21 +23,15 @@ from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.call_headers import client_id_of, ignored_of
 from router.frontend.api.call_response import AnswerContext
+from router.frontend.api.caller import Caller, read_headers
 from router.frontend.api.embeddings import EmbeddingAnswer
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.api.formats.answer_format import ChunkFormat, DataEvents
-from router.frontend.api.formats.openai import ChatFormat, CompletionFormat
-from router.frontend.api.prepare import (
-    NO_GRAMMAR,
-    AnswerGrammar,
-    Caller,
-    Preparer,
-    read_headers,
-)
+from router.frontend.api.formats.openai import AnswerHead, ChatFormat, CompletionFormat
+from router.frontend.api.prepare import NO_GRAMMAR, AnswerGrammar, Preparer
 from router.frontend.api.relaxation import Relaxations
 from router.frontend.api.structured_output import requested_grammar
 from router.frontend.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
-from router.frontend.conversation import opening_of
 from router.frontend.errors import OPENAI_ERRORS, ErrorShape, Refusal, refused_id
 from router.frontend.http.connection import Deliveries
 from router.frontend.http.departure import ended_by_departure
@@ -174,7 +168,7 @@ class Calls:
 
     async def conversation(self, body: ModelBody, caller: Caller) -> str:
         """Return the text that the requests of a conversation have in common."""
-        return opening_of(body)
+        return body.opening()
 
     @contextlib.contextmanager
     def _refusals(
@@ -329,11 +323,9 @@ def _echoes(body: CompletionBody, decode: Callable[[list[int]], str]) -> list[st
 
 
 def _format_parts(answer_id: str, body: GenerationBody, lane: Lane) -> dict[str, Any]:
+    fingerprint = _fingerprint(lane.model.artifact.weights_digest, lane.settings.emulated)
     return {
-        "answer_id": answer_id,
-        "created": int(time.time()),
-        "model": body.model,
-        "fingerprint": _fingerprint(lane.model.artifact.weights_digest, lane.settings.emulated),
+        "head": AnswerHead(answer_id, int(time.time()), body.model, fingerprint),
         "tokenizer": lane.model.tokenizer,
         "include_usage": body.include_usage,
         "prompt_logprobs": body.prompt_logprobs,

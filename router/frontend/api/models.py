@@ -120,7 +120,9 @@ def _alias_record(router: Process, name: str, access: Access) -> dict[str, Any] 
     entry = router.lanes.entry(router.routes.table, name)
     if entry is None:
         return None
-    lane = next((one for one in router.lanes if one.model.serves(entry.target, access.sees)), None)
+    lane = next(
+        (lane for lane in router.lanes if lane.model.serves(entry.target, access.sees)), None
+    )
     if lane is None:
         return None
     routed = {"canary": entry.canary, "share": entry.share} if entry.canary else {}

@@ -102,10 +102,10 @@ class BatchRunner:
         run = self._running.get(batch.tenant)
         if run is None:
             # It may have ended since the list was read.
-            found = await asyncio.to_thread(self.store.batch, batch.tenant, batch.id)
-            if found is None or found.ended:
+            current = await asyncio.to_thread(self.store.batch, batch.tenant, batch.id)
+            if current is None or current.ended:
                 return
-            run = self._running[batch.tenant] = _Run(found, self, client)
+            run = self._running[batch.tenant] = _Run(current, self, client)
             self._tasks.spawn(self._finish(run), "batch")
         is_cancelled = await asyncio.to_thread(self.store.is_cancelled, batch)
         if run.batch.id == batch.id:

@@ -111,7 +111,7 @@ class Siblings:
         indices = sorted(self._alive)
         asked = [self.ask(index, "GET", path, headers) for index in indices]
         answers = zip(indices, await asyncio.gather(*asked), strict=True)
-        return {index: found for index, found in answers if found and found.status_code == 200}
+        return {index: answer for index, answer in answers if answer and answer.status_code == 200}
 
     @property
     def alive(self) -> list[int]:

@@ -77,10 +77,10 @@ class PageGuard:
 
     def _is_own(self, host: str) -> bool:
         """Return whether ``Host`` is a name that no web page can have."""
-        found = _HOST.fullmatch(host)
-        if found is None:
+        match = _HOST.fullmatch(host)
+        if match is None:
             return False
-        name = found["name"].strip("[]").lower().removesuffix(".")
+        name = match["name"].strip("[]").lower().removesuffix(".")
         address = address_of(name)
         if address is not None:  # DNS plays no part
             is_here = address.is_loopback or address.is_unspecified
@@ -108,6 +108,6 @@ def _is_same(origin: str, host: str, site: str) -> bool:
     of_host = _HOST.fullmatch(host)
     if of_page is None or of_host is None or of_page["name"].lower() != of_host["name"].lower():
         return False
-    ports = [found["port"] or "" for found in (of_page, of_host)]
+    ports = [match["port"] or "" for match in (of_page, of_host)]
     page_port, host_port = ("" if port in _DEFAULT_PORTS else port for port in ports)
     return page_port == host_port or site == "same-origin"

@@ -106,11 +106,11 @@ def _models_of(router: Process, body: _CommandBody, names: list[str]) -> list[st
 
 def _merged(verb: str, answers: list[Any]) -> Any:
     """Return the answers of several controllers to one command as one."""
-    found = [item for answer in answers for item in answer or ()]
+    items = [item for answer in answers for item in answer or ()]
     if verb != "nodes":
-        return found
+        return items
     nodes: dict[str, dict[str, Any]] = {}
-    for node in found:
+    for node in items:
         known = nodes.setdefault(node["address"], node)
         if known is not node:
             known["workers"] += node["workers"]

@@ -137,8 +137,8 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
             await audited(router, request, "models gate", body.name, before=was, after=len(prompts))
         if not golden_of(router, body.name):
             return {"name": body.name, "route": None, "golden": None}
-        found = await runner.run(body.name, everywhere=True)
-        return {"name": body.name, "route": None, "golden": round_state(found)}
+        golden = await runner.run(body.name, everywhere=True)
+        return {"name": body.name, "route": None, "golden": round_state(golden)}
 
     return api
 
@@ -185,15 +185,15 @@ async def _passed(router: Process, runner: GoldenRunner, model: str) -> GoldenRo
     """
     if not router.lanes.serves(model) or not golden_of(router, model):
         return None
-    found = await runner.run(model, everywhere=True)
-    if not found.passed:
-        name, problem = next(iter({**found.wrong, **found.failed}.items()))
+    golden = await runner.run(model, everywhere=True)
+    if not golden.passed:
+        name, problem = next(iter({**golden.wrong, **golden.failed}.items()))
         raise InvalidRequestError.at(
             "model",
-            f"{model} gets no requests: {len(found.wrong) + len(found.failed)} golden prompts "
+            f"{model} gets no requests: {len(golden.wrong) + len(golden.failed)} golden prompts "
             f"failed; {name!r}: {problem}",
         )
-    return found
+    return golden
 
 
 async def _warm(router: Process, body: _ChangeBody) -> None:

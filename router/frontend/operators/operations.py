@@ -158,8 +158,8 @@ def _add_requests(api: Endpoints, router: Process) -> None:
             router.refused.newest_first(tenant),
             router.past_reports.newest_first(tenant),
         )
-        found = latest(kept, others, now_ns, tenant=tenant, limit=limit, order=order)
-        return {"at_s": round(now_ns / 1e9, 6), "requests": found}
+        lines = latest(kept, others, now_ns, tenant=tenant, limit=limit, order=order)
+        return {"at_s": round(now_ns / 1e9, 6), "requests": lines}
 
     @api.get("/fleet/requests/{request_id}")
     async def explain(request: Request, request_id: str) -> dict[str, Any]:

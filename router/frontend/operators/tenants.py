@@ -18,7 +18,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from baton.config.clients import Tenant
 from baton.registry.redis_store import RegistryUnavailableError
-from baton.tenants.erasures import Erasures
 from baton.tenants.limits import Limits
 from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.versioned import TableChangeError
@@ -38,9 +37,7 @@ _NO_REDIS = "this router has no connection to the fleet's Redis"
 _TENANT: TypeAdapter[str] = TypeAdapter(Tenant)
 
 
-def routes(
-    router: Process, synced: SyncedLimits | None, erasures: Erasures | None = None
-) -> Endpoints:
+def routes(router: Process) -> Endpoints:
     """Return the endpoints of tenants' limits. Changes are for operators."""
     api = Endpoints()
 
@@ -66,6 +63,7 @@ def routes(
             given = msgspec.json.decode(await read_body(request, router), type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise InvalidRequestError.at("body", str(error)) from error
+        synced = router.limits
         if synced is None:
             raise UnavailableError(_NO_REDIS)
         before = synced.table.tenants.get(name)
@@ -79,10 +77,11 @@ def routes(
     async def delete(request: Request, tenant: str) -> dict[str, Any]:
         """Delete a tenant's limits, data and KV, and return the receipt."""
         check(request)
-        if synced is None or erasures is None:
+        synced = router.limits
+        if synced is None or router.sources is None:
             raise UnavailableError(_NO_REDIS)
         with _told():
-            receipt = await delete_tenant(router, synced, erasures, _checked(tenant))
+            receipt = await delete_tenant(router, router.sources, synced, _checked(tenant))
         _LOG.info("deleted tenant=%s deletion=%s", tenant, receipt["deletion"])
         await audited(router, request, "tenants delete", tenant, after=receipt)
         return receipt
@@ -106,7 +105,7 @@ async def _change(
     with _told():
         await synced.change_tenant(tenant, edited)
         keep_s = made[-1].keep_s
-        if keep_s is not None and router.sources.responses is not None:
+        if keep_s is not None and router.sources is not None:
             await router.sources.responses.shorten(tenant, keep_s)
     _LOG.info("changed limits of tenant=%s", tenant)
     return made[-1]

@@ -15,8 +15,8 @@ from baton.types.errors import BatonError, TransferError, UnavailableError
 from baton.types.geometry import context_tokens
 from baton.wire.codecs import error_to_wire
 from router.process_core import ProcessCore
-from router.routing.placement.booked_load import LoadBook
-from router.routing.placement.worker_load import load_of
+from router.routing.placement.booked_load import Booking, LoadBook
+from router.routing.placement.worker_load import LoadReader
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.dispatch import prefill_target, prefix_sources
 from router.routing.requests.observer import Observer
@@ -102,7 +102,7 @@ class PrefillRecovery:
         fit = [slot for slot in self._prefills(active) if slot.incarnation not in tried]
         link = None
         if fit:
-            best = min(fit, key=lambda slot: load_of(slot, 0, self.book).queued_tokens)
+            best = min(fit, key=lambda slot: LoadReader(self.book).of(slot, 0).queued_tokens)
             link = best.link
         if link is None:
             self._wait(active)
@@ -116,14 +116,8 @@ class PrefillRecovery:
         active.prefill_id = link.worker_id
         active.record.note(f"prefill replaced by {link.worker_id}", now_ns)
         tokens = len(active.request.prompt)
-        self.book.book(
-            link.worker_id,
-            active.id,
-            tokens=tokens,
-            context=context_tokens(0, tokens),
-            streams=0,
-            now_ns=now_ns,
-        )
+        booking = Booking(tokens=tokens, context=context_tokens(0, tokens), streams=0, at_ns=now_ns)
+        self.book.book(link.worker_id, active.id, booking)
         self.observer.retried("prefill replaced")
         decode = self.workers.link(active.decode_id)
         reader = decode.incarnation if decode is not None else b""

@@ -117,10 +117,13 @@ class WorkerSlot:
             return link.distrust
         if link is None or not link.capabilities.numerics_id:
             return ""
-        found = emulation(link.capabilities)
-        if found == self._emulated:
+        worker_timing = emulation(link.capabilities)
+        if worker_timing == self._emulated:
             return ""
-        kinds = [f"emulated ({timing})" if timing else "real" for timing in (found, self._emulated)]
+        kinds = [
+            f"emulated ({timing})" if timing else "real"
+            for timing in (worker_timing, self._emulated)
+        ]
         return f"its engine is {kinds[0]}, the engines of this fleet are {kinds[1]}: not used"
 
     @property

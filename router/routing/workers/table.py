@@ -2,16 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from time import monotonic_ns
-from typing import Any, Protocol
+from typing import Any
 
 from batonpb.common_pb2 import TransferTotals
 from batonpb.decode_pb2 import Hello
 
 from baton.registry.types import WorkerRecord
-from baton.registry.workers import WorkerChange
+from baton.registry.workers import RegistryWatcher, WorkerChange
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.geometry import BLOCK_TOKENS
 from router.process_core import ProcessCore
@@ -27,20 +27,6 @@ TRUST_OLDER_AFTER_S = 5.0
 """Time that a later incarnation must be dead before the record of an earlier one counts."""
 
 
-class WorkerDirectory(Protocol):
-    """Directory of the registered workers; see ``baton.registry.workers.RegistryWatcher``.
-
-    It does not know which workers are alive: the streams to the workers do.
-    """
-
-    @property
-    def known(self) -> bool:
-        """True once every registered worker has been listed."""
-
-    def __aiter__(self) -> AsyncIterator[WorkerChange]:
-        """Yield every registered worker, then each change."""
-
-
 class WorkerTable:
     """Table of all slots, with a link to each worker in the directory.
 
@@ -49,18 +35,17 @@ class WorkerTable:
 
     def __init__(
         self,
-        directory: WorkerDirectory,
+        directory: RegistryWatcher,
         core: ProcessCore,
         settings: LaneSettings,
         hello: Hello,
-        listener: LinkListener,
         count_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._directory = directory
         self._core = core
         self._emulated = settings.emulated
         self._hello = hello
-        self._listener = listener
+        self._listener: LinkListener  # from `start`
         self._slots: dict[str, WorkerSlot] = {}
         self._usable: list[WorkerSlot] = []
         self._usable_of: dict[str, WorkerSlot] = {}
@@ -77,8 +62,9 @@ class WorkerTable:
             lambda: (slot.link for slot in self._slots.values() if slot.link is not None)
         )
 
-    def start(self) -> None:
-        """Start following the directory."""
+    def start(self, listener: LinkListener) -> None:
+        """Start following the directory; the listener gets the events of all links."""
+        self._listener = listener
         self._tasks.keep(self._follow, "directory")
         self._tasks.keep(self.resting.run, "resting workers")
         self._tasks.keep(self._drop_dead_workers, "drop dead workers")
@@ -162,18 +148,13 @@ class WorkerTable:
             self.on_turn()
 
     def _connect(self, record: WorkerRecord) -> WorkerLink:
-        settings = self._core.settings
         link = WorkerLink(
             record.worker_id,
             record.address,
             self._listener,
             self._hello,
-            token=self._core.fleet_token,
-            tls=self._core.tls,
-            heartbeat_s=settings.heartbeat_s,
-            silence_s=settings.silence_s,
-            reopen_s=settings.reopen_s,
-            count_failure=self._count_failure,
+            self._core,
+            self._count_failure,
         )
         link.start()
         return link

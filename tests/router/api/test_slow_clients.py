@@ -121,7 +121,7 @@ async def test_a_client_that_does_not_read_its_stream_is_dropped_and_the_request
     await until(lambda: router.open == 0)
     await until(lambda: len(router.server.server_state.tasks) == 0)
     await until(
-        lambda: all(a.record.ended for a in router.router.lanes.first.gateway._active.values())
+        lambda: all(a.record.ended for a in router.router.lanes.first.gateway.active.values())
     )
 
 
@@ -136,7 +136,7 @@ async def test_a_stream_waits_for_a_client_that_is_behind_and_goes_on(serve, mod
     connections = router.server.server_state.connections
     await until(lambda: any(c.flow and not c.writable for c in connections), 20)
     await until(
-        lambda: all(a.record.ended for a in router.router.lanes.first.gateway._active.values()), 20
+        lambda: all(a.record.ended for a in router.router.lanes.first.gateway.active.values()), 20
     )
     got, loop = b"", asyncio.get_running_loop()
     while piece := await loop.sock_recv(router.sockets[0], 1 << 16):

@@ -10,8 +10,6 @@ import pytest
 from baton.config.clients import ApiKeyConfig, SloConfig
 from baton.config.secrets import SecretError
 from baton.tenants.limits import Limits
-from baton.tenants.quotas import SharedQuotas
-from baton.tenants.shared_limits import SharedLimits
 from baton.tenants.tenants_file import TenantsFile
 from router.tenants.policies import TenantPolicies
 from tests.registry.conftest import redis_server, registry
@@ -36,8 +34,7 @@ def start(make_fleet, registry):
         return await make_fleet(
             {"decode-0": more.pop("script", Script(step_s=0.001))},
             api_keys=KEYS,
-            limits=SharedLimits(registry),
-            quotas=SharedQuotas(registry),
+            registry=registry,
             **more,
         )
 

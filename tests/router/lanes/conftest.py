@@ -36,8 +36,8 @@ class TwoLanes:
 async def two_lanes(make_fleet, model, artifact):
     async def make(
         script: Script | None = None,
-        commands=None,
-        first_commands=None,
+        tables=None,
+        first_tables=None,
         price=0.0,
         names=("smollm2", OTHER),
         **more,
@@ -53,9 +53,9 @@ async def two_lanes(make_fleet, model, artifact):
             price_per_hour=price,
             **{name: value for name, value in more.items() if name in OF_LANE},
         )
-        sources = LaneSources(directory=directory, commands=commands)
+        sources = LaneSources(directory, tables)
         others = [(settings, other, sources)]
-        fleet = await make_fleet({}, served=served, others=others, commands=first_commands, **more)
+        fleet = await make_fleet({}, served=served, others=others, tables=first_tables, **more)
         first = await fleet.add("decode-0")
         second = await EmulatedWorker("other-decode-0", "decode", script).start()
         fleet.workers["other-decode-0"] = second

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from baton.registry.shared_routes import SharedRoutes
 from baton.tenants.limits import Limits
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import OPS
@@ -17,7 +16,7 @@ TWO, TEN = "chat@2", "chat@10"
 
 @pytest.fixture
 async def lanes(two_lanes, registry) -> TwoLanes:
-    return await two_lanes(names=(TEN, TWO), routes=SharedRoutes(registry))
+    return await two_lanes(names=(TEN, TWO), registry=registry)
 
 
 async def ask(lanes: TwoLanes, name: str, **more: Any) -> Any:

@@ -4,8 +4,6 @@ import pytest
 
 from baton.config.clients import ApiKeyConfig
 from baton.tenants.limits import Budget, Limits
-from baton.tenants.quotas import SharedQuotas
-from baton.tenants.shared_limits import SharedLimits
 from tests.registry.conftest import redis_server, registry
 from tests.router.page.test_page import needs_browser, tab
 
@@ -23,8 +21,7 @@ async def fleet(make_fleet, registry):
     return await make_fleet(
         {"decode-0": None},
         api_keys=KEYS,
-        limits=SharedLimits(registry),
-        quotas=SharedQuotas(registry),
+        registry=registry,
     )
 
 

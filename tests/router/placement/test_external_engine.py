@@ -8,7 +8,6 @@ import pytest
 from baton.types.params import SamplingParams
 from benchmarks.placement import fleet
 from router.request import GenerationRequest
-from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.workers.slot import WorkerSlot
@@ -37,7 +36,6 @@ def modes(external: str, goes_on: bool = False, **params: Any) -> set[str]:
         settings,
         workers,
         PrefixIndex(),
-        LoadBook(),
         clock_ns=lambda: 0,
         hashes_of=lambda *_: [],
     )

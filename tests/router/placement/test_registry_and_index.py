@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from batonpb.common_pb2 import Capabilities
 
-from baton.registry.event_feed import EventFeed
 from baton.registry.kv_events import KvEventPublisher
 from baton.registry.redis_store import Registry
 from baton.registry.workers import Presence, RegistryWatcher
@@ -17,8 +16,10 @@ from baton.types.block_hashes import block_hashes
 from fleet.local.redis_server import EmbeddedRedis
 from router.frontend.api.bodies.completion import CompletionBody
 from router.frontend.api.bodies.parse import parse
-from router.frontend.api.prepare import Preparer, read_headers
+from router.frontend.api.caller import read_headers
+from router.frontend.api.prepare import Preparer
 from router.process import Process
+from router.sources import LaneTables
 from tests.router.conftest import MODEL, process_of, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script
 
@@ -74,7 +75,7 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
         routers = []
         for index in range(2):
             directory = RegistryWatcher(registry, tmp_path / f"{index}.json")
-            router = process_of(model, directory, events=EventFeed(registry))
+            router = process_of(model, directory, LaneTables.of(registry))
             await stack.enter_async_context(router.running())
             routers.append(router)
         workers, publishers = [], []

@@ -10,6 +10,7 @@ from batonpb.decode_pb2 import Hello
 
 from baton.registry.types import WorkerRecord
 from baton.wire.compatibility import own_wire
+from router.process_core import ProcessCore
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.table import WorkerTable
 from tests.router.conftest import record_of, until
@@ -49,9 +50,9 @@ async def running(directory, failures: list[str] | None = None, **settings):
     listener = Listener()
     hello = Hello(router_id="r", router_incarnation=b"r" * 16, wire=own_wire())
     count = failures.append if failures is not None else lambda _: None
-    table = WorkerTable(directory, *settings_of(**SETTINGS | settings), hello, listener, count)
+    table = WorkerTable(directory, *settings_of(**SETTINGS | settings), hello, count)
     listener.table = table
-    table.start()
+    table.start(listener)
     try:
         yield table, listener
     finally:
@@ -97,7 +98,7 @@ async def test_a_worker_off_the_list_that_does_not_answer_is_dead_at_once(worker
 async def test_a_link_that_is_closed_as_it_opens_leaves_nothing_half_begun(worker, turns):
     """A loop of the stream that never ran a line was once a warning in whatever came next."""
     hello = Hello(router_id="r", router_incarnation=b"r" * 16, wire=own_wire())
-    link = WorkerLink("decode-0", worker.address, Listener(), hello)
+    link = WorkerLink("decode-0", worker.address, Listener(), hello, ProcessCore())
     link.start()
     for _ in range(turns):
         await asyncio.sleep(0)

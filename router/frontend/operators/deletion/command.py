@@ -16,6 +16,7 @@ from baton.tenants.erasures import Erasures
 from baton.tenants.shared_limits import MAX_TENANTS, LimitsTable
 from baton.types.block_hashes import tag_of
 from router.process import Process
+from router.sources import Sources
 from router.tenants.limits_table import SyncedLimits
 
 LIMIT_S = 20.0
@@ -28,7 +29,7 @@ _ERRORS = {
 
 
 async def delete_tenant(
-    router: Process, synced: SyncedLimits, erasures: Erasures, tenant: str
+    router: Process, sources: Sources, synced: SyncedLimits, tenant: str
 ) -> dict[str, Any]:
     """Delete a tenant's limits, data and KV, and return the receipt.
 
@@ -55,9 +56,9 @@ async def delete_tenant(
     routers = router.lanes.first.gateway.shares.known_routers
     left = [f"limits: they are in {source.file}"] if source is not None and in_file else []
     deleted: Counter[str] = Counter()
-    reports = await _all_reports(erasures, deletion.id, workers, routers, left)
+    reports = await _all_reports(sources.erasures, deletion.id, workers, routers, left)
     # Afterwards, because calls may store some until all routers know of the deletion.
-    deleted["responses"] = await _delete_responses(router, tenant, left)
+    deleted["responses"] = await _delete_responses(sources, tenant, left)
     try:
         await router.quotas.forget(tenant)
     except RegistryUnavailableError:
@@ -94,7 +95,7 @@ def _forgetting(before: Forgotten, tenant: str, deletion: Deletion, *, shared: b
     """Return the deletions with another one, which gives the tenant's cache a new salt."""
     tag = tag_of(before.owner_of(tenant, shared=shared)).hex()
     tags = {**before.tags, tag: deletion.id}
-    deletions = {name: one for name, one in before.deletions.items() if name != tenant}
+    deletions = {name: earlier for name, earlier in before.deletions.items() if name != tenant}
     deletions[tenant] = deletion
     return Forgotten(
         deletions=dict(list(deletions.items())[-MAX_TENANTS:]),
@@ -103,11 +104,9 @@ def _forgetting(before: Forgotten, tenant: str, deletion: Deletion, *, shared: b
     )
 
 
-async def _delete_responses(router: Process, tenant: str, left: list[str]) -> int:
-    if router.sources.responses is None:
-        return 0
+async def _delete_responses(sources: Sources, tenant: str, left: list[str]) -> int:
     try:
-        return await router.sources.responses.delete_all(tenant)
+        return await sources.responses.delete_all(tenant)
     except RegistryUnavailableError:
         left.append("stored responses: Redis does not answer; repeat the command")
         return 0

@@ -45,10 +45,14 @@ class DeletionFollower:
 
     def receive(self, table: LimitsTable) -> None:
         """Start the deletions that this router does not know yet."""
-        found = table.forgotten.deletions
-        new = {tenant: one for tenant, one in found.items() if one.id not in self._known}
+        deletions = table.forgotten.deletions
+        new = {
+            tenant: deletion
+            for tenant, deletion in deletions.items()
+            if deletion.id not in self._known
+        }
         if new:
-            self._known.update(one.id for one in new.values())
+            self._known.update(deletion.id for deletion in new.values())
             for tenant in new:
                 self._forget(tenant)
             self._router.tasks.spawn(self._carry_out(new), "deletion")
@@ -62,7 +66,7 @@ class DeletionFollower:
 
     def _delete(self, deletions: Mapping[str, Deletion]) -> dict[str, dict[str, int]]:
         settings = self._router.settings
-        until_ms = {tenant: one.at_ms + _GRACE_MS for tenant, one in deletions.items()}
+        until_ms = {tenant: deletion.at_ms + _GRACE_MS for tenant, deletion in deletions.items()}
         counts: dict[str, dict[str, int]] = {tenant: {} for tenant in deletions}
         try:
             store = store_of(self._router)

@@ -81,12 +81,12 @@ class GoldenRunner:
         wrong: dict[str, str] = {}
         failed: dict[str, str] = {}
         left_out: set[str] = set()
-        for (prompt, _), found in zip(turns, results, strict=True):
-            if found.difference:
-                wrong.setdefault(prompt.name, found.difference)
-            if found.error and (everywhere or not found.is_others):
-                failed.setdefault(prompt.name, found.error)
-            elif found.error:
+        for (prompt, _), result in zip(turns, results, strict=True):
+            if result.difference:
+                wrong.setdefault(prompt.name, result.difference)
+            if result.error and (everywhere or not result.is_others):
+                failed.setdefault(prompt.name, result.error)
+            elif result.error:
                 left_out.add(prompt.name)
         found_right = {prompt.name for prompt in prompts} - wrong.keys() - failed.keys() - left_out
         self._count(lane.model, model, len(found_right), len(wrong), len(failed))
@@ -130,12 +130,12 @@ class GoldenRunner:
         lane = self._router.lanes.of(prompt.same_as)
         version = lane.model.version_of(prompt.same_as)
         key = (prompt.same_as, version, msgspec.json.encode(prompt))
-        if (found := self._known.get(key)) is None:
+        if (answer := self._known.get(key)) is None:
             pairs = usable_pairs(lane.gateway, self._rounds)
             if not pairs:
                 raise UnavailableError(f"{prompt.same_as} has no ready worker")
-            found = self._known[key] = await self._answer(prompt.same_as, prompt, pairs[0])
-        return found
+            answer = self._known[key] = await self._answer(prompt.same_as, prompt, pairs[0])
+        return answer
 
     async def _answer(self, model: str, prompt: GoldenPrompt, pair: Pinned) -> GoldenAnswer:
         lane = self._router.lanes.of(model)

@@ -12,8 +12,6 @@ from baton.config.batch import BatchConfig
 from baton.config.clients import ApiKeyConfig
 from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.tenants.erasures import Erasures
-from baton.tenants.quotas import SharedQuotas
-from baton.tenants.shared_limits import SharedLimits
 from baton.tenants.tenants_file import TenantsFile
 from baton.types.block_hashes import tag_of
 from router.frontend.batch.record import BatchRecord
@@ -42,9 +40,7 @@ def start(make_fleet, registry, tmp_path, monkeypatch):
         return await make_fleet(
             {"decode-0": settings.pop("script", Script(step_s=0.001))},
             responses=StoredResponses(registry, LIMITS),
-            limits=SharedLimits(registry),
-            quotas=SharedQuotas(registry),
-            erasures=Erasures(registry),
+            registry=registry,
             **settings,
         )
 

@@ -11,7 +11,6 @@ from baton.config.batch import BatchConfig
 from baton.config.clients import ApiKeyConfig
 from baton.config.logs import LogsConfig
 from baton.registry.stored_responses import StoredResponses, StoreLimits
-from baton.tenants.shared_limits import SharedLimits
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import BatchStore
 from tests.registry.conftest import redis_server, registry
@@ -36,7 +35,7 @@ async def fleet(make_fleet, registry, tmp_path):
         state_dir=str(tmp_path),
         logs=LogsConfig(format="json", requests=True),
         responses=StoredResponses(registry, LIMITS),
-        limits=SharedLimits(registry),
+        registry=registry,
     )
 
 
