@@ -113,7 +113,5 @@ def _endpoints(process: Process) -> list[Endpoints]:
 def _follow_deletions(process: Process) -> None:
     if process.limits is None or process.sources is None:
         return
-    name = f"router {process.router_id}"
-    forget = process.quotas.quotas.forget
-    follower = DeletionFollower(process, name, process.sources.erasures, forget)
+    follower = DeletionFollower(process, process.sources.erasures)
     process.limits.on_table.append(follower.receive)

@@ -68,12 +68,8 @@ class Lane:
         gateway = self.gateway
         count_failure = self.observer.task_failed
         shares = ShareFeed(gateway, tables.demands, count_failure, self.observer.planned)
-        index = IndexFeeder(
-            self.prefix_index,
-            tables.events,
-            self.observer.metrics,
-            gateway.workers.resting.refreshed,
-        )
+        refreshed = gateway.workers.resting.refreshed
+        index = IndexFeeder(self.prefix_index, tables.events, self.observer.metrics, refreshed)
         return [index, TicketFeed(gateway.tickets, tables.tickets, count_failure), shares]
 
     @property
@@ -88,9 +84,8 @@ class Lane:
         adapters = self.model.adapters
         file = folder / "adapters.json" if folder else None
         tables = self.sources.tables
-        await adapters.start(
-            tables.adapters if tables is not None else None, file, self.observer.task_failed
-        )
+        shared = tables.adapters if tables is not None else None
+        await adapters.start(shared, file, self.observer.task_failed)
         self.gateway.start(WorkerEvents(self.gateway))
         for feed in self._feeds:
             feed.start()

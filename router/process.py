@@ -79,11 +79,8 @@ class Process:
         self.lanes = LaneTable([Lane(core, *lane, self.observer, self.tasks) for lane in lanes])
         self.router_id = self.lanes.first.gateway.router_id
         self.gates = GateBook()
-        self.routes = SyncedRoutes(
-            sources.routes if sources is not None else None,
-            self._file("routes.json"),
-            count_failure,
-        )
+        routes = sources.routes if sources is not None else None
+        self.routes = SyncedRoutes(routes, self._file("routes.json"), count_failure)
         self.shadows = Shadows(self.gates, self.lanes, metrics, self.tasks)
         self.answer_checks = AnswerChecks(metrics)
         self.request_log = RequestLog(settings, self.access, self.answer_checks)

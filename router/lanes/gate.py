@@ -130,9 +130,7 @@ class Gate:
     def _decided(self, reason: str) -> str:
         """Keep the first reason, as plain text of one line, which fits a header."""
         plain = reason.encode("ascii", "replace").decode()
-        shown = "".join(character if character.isprintable() else "?" for character in plain)[
-            :_LONGEST
-        ]
+        shown = "".join(letter if letter.isprintable() else "?" for letter in plain)[:_LONGEST]
         self.reason = self.reason or shown
         return self.reason
 

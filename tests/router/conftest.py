@@ -174,7 +174,7 @@ async def make_fleet(model):
         )
         server.capture_signals = contextlib.nullcontext
         task = asyncio.create_task(server.serve())
-        await until(lambda: server.started)
+        await until(lambda: server.started, 15.0)  # Redis may hang: three tables wait for it
         fleet = Fleet(process, app, server, directory)
         fleets.append((fleet, task))
         for worker_id, script in workers.items():

@@ -120,9 +120,8 @@ def _alias_record(router: Process, name: str, access: Access) -> dict[str, Any] 
     entry = router.lanes.entry(router.routes.table, name)
     if entry is None:
         return None
-    lane = next(
-        (lane for lane in router.lanes if lane.model.serves(entry.target, access.sees)), None
-    )
+    serving = (lane for lane in router.lanes if lane.model.serves(entry.target, access.sees))
+    lane = next(serving, None)
     if lane is None:
         return None
     routed = {"canary": entry.canary, "share": entry.share} if entry.canary else {}

@@ -288,10 +288,6 @@ class PrefixIndex:
         named = self._incarnations
         return {named[number]: length for number, length in lengths}
 
-    def prefix_blocks(self, incarnation: bytes, hashes: Hashes, now_ns: int | None = None) -> int:
-        """Return how many leading ``hashes`` one incarnation holds."""
-        return self.prefixes(hashes, now_ns).get(incarnation, 0)
-
     def hashes_of(self, incarnation: bytes) -> frozenset[bytes]:
         """Return the hashes of all blocks of the incarnation, as far as events report them."""
         entry = self._held.get(incarnation)

@@ -1,6 +1,7 @@
 """Reports of requests of this router's earlier processes, which leave them when they end."""
 
 import contextlib
+import heapq
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,7 @@ class PastReports:
         if self.file is None:
             return
         self._read()
-        whole = sorted([*ended, *self._found], key=lambda past: past.arrived_ns, reverse=True)[
-            :KEPT
-        ]
+        whole = heapq.nlargest(KEPT, [*ended, *self._found], key=lambda past: past.arrived_ns)
         scratch = self.file.with_suffix(".new")
         with contextlib.suppress(OSError):  # a full disk: the list begins anew
             scratch.write_bytes(msgspec.msgpack.encode(whole))

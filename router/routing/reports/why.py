@@ -75,9 +75,8 @@ def why(facts: Facts) -> Why:
     """Return the most expensive cause."""
     causes = sorted(_excesses(facts), key=lambda cause: cause.cost_s, reverse=True)
     if facts.error:
-        because = (
-            f" Before that: {causes[0].sentence}" if causes and _worth(facts, causes[0]) else ""
-        )
+        is_known = causes and _worth(facts, causes[0])
+        because = f" Before that: {causes[0].sentence}" if is_known else ""
         return Why("failed", f"It failed: {facts.error}.{because}", facts.elapsed_s)
     if facts.state == "queued":
         text = f"It has waited in the router's queue for {_s(facts.elapsed_s)}."

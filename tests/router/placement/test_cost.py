@@ -330,7 +330,7 @@ def test_conversations_keep_eight_nodes_within_one_and_a_half_of_the_mean():
             worker(
                 name,
                 queued_tokens=int(max(busy_until_s[i] - now_s, 0) * rate),
-                cached_blocks=prefix_index.prefix_blocks(name.encode(), blocks),
+                cached_blocks=prefix_index.prefixes(blocks).get(name.encode(), 0),
                 prefill_tokens_per_s=rate,
             )
             for i, name in enumerate(names)

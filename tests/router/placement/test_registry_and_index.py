@@ -96,7 +96,7 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
             held = workers[2].incarnation
             await until(
                 lambda r=router, h=held: (
-                    r.lanes.first.prefix_index.prefix_blocks(h, hashes) == len(hashes)
+                    r.lanes.first.prefix_index.prefixes(hashes).get(h, 0) == len(hashes)
                 )
             )
             assert await place(router, 5) == ["decode-2"] * 5
@@ -104,8 +104,8 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
         # A router that thought the worker dead learns again what it holds.
         parts = routers[0].lanes.first
         parts.gateway.workers.link("decode-2").die("a mistake")
-        assert parts.prefix_index.prefix_blocks(held, hashes) == 0
-        await until(lambda: parts.prefix_index.prefix_blocks(held, hashes) == len(hashes))
+        assert parts.prefix_index.prefixes(hashes).get(held, 0) == 0
+        await until(lambda: parts.prefix_index.prefixes(hashes).get(held, 0) == len(hashes))
         await until(lambda: len(parts.gateway.workers.usable) == 3)
 
         redis_server.kill()

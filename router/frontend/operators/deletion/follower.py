@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from baton.registry.redis_store import RegistryUnavailableError
@@ -27,34 +27,25 @@ class DeletionFollower:
     """Carries out the deletions in the table of tenants.
 
     At the start of the router these are all of them: it may have been down. What the tenants have
-    stored since is younger, and stays. ``forget`` receives the name of each tenant at once.
+    stored since is younger, and stays.
     """
 
-    def __init__(
-        self,
-        router: Process,
-        name: str,
-        erasures: Erasures,
-        forget: Callable[[str], None],
-    ) -> None:
+    def __init__(self, router: Process, erasures: Erasures) -> None:
         self._router = router
-        self._name = name
         self._erasures = erasures
-        self._forget = forget
         self._known: set[str] = set()
 
     def receive(self, table: LimitsTable) -> None:
         """Start the deletions that this router does not know yet."""
-        deletions = table.forgotten.deletions
         new = {
             tenant: deletion
-            for tenant, deletion in deletions.items()
+            for tenant, deletion in table.forgotten.deletions.items()
             if deletion.id not in self._known
         }
         if new:
             self._known.update(deletion.id for deletion in new.values())
             for tenant in new:
-                self._forget(tenant)
+                self._router.quotas.quotas.forget(tenant)
             self._router.tasks.spawn(self._carry_out(new), "deletion")
 
     async def _carry_out(self, deletions: Mapping[str, Deletion]) -> None:
@@ -89,7 +80,7 @@ class DeletionFollower:
     async def _report(self, deletion: str, counts: Mapping[str, int]) -> None:
         for _ in range(_REPORT_TRIES):
             try:
-                await self._erasures.report(deletion, self._name, counts)
+                await self._erasures.report(deletion, f"router {self._router.router_id}", counts)
                 return
             except RegistryUnavailableError:
                 await asyncio.sleep(_PAUSE_S)

@@ -2,10 +2,9 @@
 
 import asyncio
 import json
-import secrets
 import time
 from collections.abc import Iterator, Sequence
-from time import monotonic_ns
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -16,8 +15,8 @@ from baton.types.gates import GoldenPrompt, GoldenRound
 from baton.types.params import SamplingParams
 from router.lanes.golden import GoldenAnswer, difference
 from router.process import Process
-from router.request import GenerationRequest, Pinned
-from router.routing.requests.readiness import FIRST, probed, usable_pairs
+from router.request import Pinned
+from router.routing.requests.readiness import pinned_request, probed, usable_pairs
 from router.served_model import ServedModel
 
 _AT_ONCE = 4
@@ -145,20 +144,9 @@ class GoldenRunner:
             if prompt.messages
             else served.encode_prompt(prompt.prompt)
         )
-        now_ns = monotonic_ns()
-        request = GenerationRequest(
-            request_id=f"golden-{secrets.token_hex(16)}",
-            prompt=tuple(tokens),
-            sampling=SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0),
-            adapter=served.adapter_of(model),
-            cache_scope=_SCOPE,
-            priority=FIRST,
-            mode="disaggregated" if pair.prefill else "colocated",
-            arrived_ns=now_ns,
-            deadline_ns=now_ns + int(_TIMEOUT_S * 1e9),
-            probe=True,
-            pinned=pair,
-        )
+        sampling = SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0)
+        request = pinned_request("golden", tokens, sampling, pair, _TIMEOUT_S)
+        request = replace(request, adapter=served.adapter_of(model), cache_scope=_SCOPE)
         record = (await probed(lane.gateway, request)).record
         if record.error is not None:
             raise record.error
