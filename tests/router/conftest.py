@@ -151,6 +151,7 @@ class Fleet:
 async def make_fleet(model):
     """Call with worker ids and scripts: ``await make_fleet({"decode-0": Script()}, port=…)``."""
     fleets: list[tuple[Fleet, asyncio.Task]] = []
+    registries: list[Registry] = []
 
     async def make(
         workers: dict[str, Script | None],
@@ -163,6 +164,7 @@ async def make_fleet(model):
         """``more``: settings, and sources in place of those in ``registry``."""
         parts = {name: more.pop(name) for name in more.keys() & SOURCES}
         sources = sources_of(registry, **parts) if registry is not None else None
+        registries.extend(filter(None, (registry, tables and tables.tickets)))
         api_keys = more.pop("api_keys", None)
         core, settings = settings_of(*served.names, **{"fleet_token": FleetToken("secret")} | more)
         directory = StaticDirectory()
@@ -185,6 +187,8 @@ async def make_fleet(model):
     for fleet, task in fleets:
         await fleet.close()
         await task
+    for used in registries:  # a router connects again if a test has closed its registry before it
+        await used.close()
 
 
 def events_of(text: str) -> list:
