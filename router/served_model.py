@@ -16,7 +16,7 @@ from baton.text.tools import Tool, ToolSyntax, conversation
 from baton.types.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from baton.types.params import AdapterRef
 from router.adapter_table import AdapterTable
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 _LOG = logging.getLogger(__name__)
 _CUT_CHARACTERS = 2**19  # of any text that is cut, which takes a third of a second
@@ -70,7 +70,7 @@ class ServedModel:
         self._warn_of_unknown_ids()
 
     @classmethod
-    def load(cls, settings: RouterSettings) -> "ServedModel":
+    def load(cls, settings: LaneSettings) -> "ServedModel":
         """Load the model of the settings from files. Blocks."""
         template = settings.chat_template
         artifact = resolve_model(settings.model, allow_unsupported=bool(settings.external))
@@ -363,6 +363,6 @@ class ServedModel:
 
 def not_served(name: str, served: Sequence[str], shown: int = 1) -> ModelNotFoundError:
     """Return the error for a name that is not served, which shows so many that are."""
-    usable = [one for one in served if one != name][:shown]
+    usable = [other for other in served if other != name][:shown]
     hint = f"; this fleet serves {', '.join(map(repr, usable))}" if usable else ""
     return ModelNotFoundError.at("model", f"{name[:200]!r} is not served{hint}")

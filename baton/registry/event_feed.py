@@ -189,10 +189,10 @@ class EventFeed:
             await self._notice_another_life(now_s)
             before = self._refreshes
             self._refreshes = await self._registry.blocks.refreshes()
-            anew = {one for one, at in self._refreshes.items() if before.get(one) != at}
+            anew = {life for life, at in self._refreshes.items() if before.get(life) != at}
             yield Refreshed(incarnations=anew)
             self._turn = (self._turn + 1) % _MARK_TURNS
-            due = [one for one in self._refreshes if one[0] % _MARK_TURNS == self._turn]
+            due = [life for life in self._refreshes if life[0] % _MARK_TURNS == self._turn]
             marks = [part async for part in self._registry.blocks.marks(due)]
         while True:
             after = self._positions

@@ -207,10 +207,10 @@ class Registry:
                 self._skipped.pop(name, None)
         return read
 
-    def names_in(self, found: Iterable[bytes]) -> dict[str, bytes]:
+    def names_in(self, raws: Iterable[bytes]) -> dict[str, bytes]:
         """Return raw names by their text; those that are not UTF-8 are skipped."""
         names = {}
-        for raw in found:
+        for raw in raws:
             try:
                 names[raw.decode()] = raw
             except UnicodeDecodeError as error:

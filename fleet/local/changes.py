@@ -197,6 +197,6 @@ def _started(config: FleetConfig, role: Role) -> str:
 
 
 def _router_reads(config: FleetConfig) -> object:
-    from router.settings import RouterSettings
+    from router.settings import LaneSettings, ProcessSettings
 
-    return RouterSettings.from_config(config.model_copy(update={"api_keys": None}))
+    return ProcessSettings.of(config), LaneSettings.of(config)

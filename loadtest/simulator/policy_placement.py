@@ -2,14 +2,13 @@
 
 import random
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 from baton.types.errors import UnavailableError
 from baton.types.geometry import context_tokens
 from loadtest.simulator.policies import Policy
 from loadtest.simulator.records import Record
-from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.booked_load import Booking, LoadBook
 from router.routing.placement.cost import WorkerLoad
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.prefix_sources import Source
@@ -59,12 +58,13 @@ class PolicyPlacement:
         )
         uncached_tokens = record.prompt_tokens - cached_tokens
         decode = self._fewest_streams(decodes) if prefills else computes
-        book = partial(self._book.book, request_id=record.id, now_ns=now_ns)
         context = context_tokens(cached_tokens, record.prompt_tokens)
         streams = 0 if prefills else 1
-        book(computes.worker_id, tokens=uncached_tokens, context=context, streams=streams)
+        prompt = Booking(tokens=uncached_tokens, context=context, streams=streams, at_ns=now_ns)
+        self._book.book(computes.worker_id, record.id, prompt)
         if prefills:
-            book(decode.worker_id, tokens=0, streams=1)
+            stream = Booking(tokens=0, streams=1, at_ns=now_ns)
+            self._book.book(decode.worker_id, record.id, stream)
         for incarnation in {computes.incarnation, decode.incarnation}:
             self._index.expect(incarnation, record.hashes, now_ns)
         prefill_id = computes.worker_id if prefills else None

@@ -30,12 +30,12 @@ from loadtest.simulator.worker import SimulatedWorker, WorkerListener
 from router.request import GenerationRequest
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
-from router.routing.admission.slo_gate import SloDecision, SloGate
+from router.routing.admission.slo_gate import GateRequest, SloDecision, SloGate
 from router.routing.peers.work_counter import WorkCounter
-from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.booked_load import Booking
 from router.routing.placement.placer import Placer, Quote
 from router.routing.placement.prefix_index import PrefixIndex
-from router.routing.placement.worker_load import load_of
+from router.routing.placement.worker_load import LoadReader
 from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
 from router.routing.requests.tickets import Tickets
 from router.routing.workers.slot import WorkerSlot
@@ -63,9 +63,6 @@ class SimulatedRouter(WorkerListener):
         draw = random.Random(f"{setup.seed}/router")
         index = PrefixIndex()
         self._feed = IndexFeed(index)
-        self._book = LoadBook()
-        policy = POLICIES.get(setup.policy)
-        self._policy = policy and PolicyPlacement(policy, index, self._book, draw)
         self._admission = Admission(settings.max_queued_requests)
         self._tickets = Tickets(mark=0)
         self._gate = SloGate(settings.window_requests, settings.max_queued_requests)
@@ -75,11 +72,13 @@ class SimulatedRouter(WorkerListener):
             settings,
             table,
             index,
-            self._book,
             clock_ns=lambda: clock.now_ns,
             random_source=draw,
             hashes_of=self._hashes_of,
         )
+        self._book = self._placer.book
+        policy = POLICIES.get(setup.policy)
+        self._policy = policy and PolicyPlacement(policy, index, self._book, draw)
         self._attempt_of = partial(
             Attempt,
             block_tokens=setup.block_tokens,
@@ -160,15 +159,9 @@ class SimulatedRouter(WorkerListener):
         answer_tokens = self._placer.answer_tokens
         prediction = self._gate.predict(chosen, record.prompt_tokens, answer_tokens)
         workers = self._computing
-        verdict = self._gate.judge(
-            record.id,
-            prediction,
-            slo,
-            waited_s=(now_ns - record.request.arrived_ns) / 1e9,
-            workers=workers,
-            now_ns=now_ns,
-            caller=record.id,
-        )
+        waited_s = (now_ns - record.request.arrived_ns) / 1e9
+        asked = GateRequest(record.id, slo, waited_s, caller=record.id)
+        verdict = self._gate.judge(asked, prediction, workers=workers, now_ns=now_ns)
         if verdict is SloDecision.PLACE:
             if self._late.pop(record.id, None) is not None:
                 self._admission.resume(entry)
@@ -428,18 +421,15 @@ class SimulatedRouter(WorkerListener):
         if not fit or attempt is None:
             record.wants_prefill = attempt is not None
             return
-        best = min(fit, key=lambda slot: load_of(slot, 0, self._book).queued_tokens)
+        best = min(fit, key=lambda slot: LoadReader(self._book).of(slot, 0).queued_tokens)
         record.wants_prefill = False
         record.started_ns = 0
         self._book.take_back(record.prefill_id, record.id)
         record.prefill_id = best.worker_id
-        self._book.book(
-            best.worker_id,
-            record.id,
-            tokens=record.prompt_tokens,
-            context=context_tokens(0, record.prompt_tokens),
-            streams=0,
-            now_ns=self._clock.now_ns,
-        )
+        tokens = record.prompt_tokens
+        context = context_tokens(0, tokens)
+        now_ns = self._clock.now_ns
+        booking = Booking(tokens=tokens, context=context, streams=0, at_ns=now_ns)
+        self._book.book(best.worker_id, record.id, booking)
         worker = self._table.worker(best.worker_id)
         self._clock.after(CONTROL_NS, partial(attempt.replace_prefill, worker))

@@ -14,7 +14,7 @@ from loadtest.simulator.policies import FLEET
 from loadtest.simulator.worker import LAYER_GROUPS, WorkerModel
 from loadtest.workloads.traces import MOONCAKE_BLOCK_TOKENS
 from router.request import Mode
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 Plan = Literal["fixed", "auto"]
 
@@ -100,9 +100,9 @@ class Setup:
             check_every_step=self.check_every_step,
         )
 
-    def router(self) -> RouterSettings:
+    def router(self) -> LaneSettings:
         """Return the settings of the router."""
-        return RouterSettings(
+        return LaneSettings(
             model="simulated",
             model_names=("simulated",),
             max_queued_requests=self.max_queued_requests,

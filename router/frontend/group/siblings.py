@@ -122,7 +122,7 @@ class Siblings:
         indices = await self.alive()
         asked = [self.ask(index, "GET", path, headers) for index in indices]
         answers = zip(indices, await asyncio.gather(*asked), strict=True)
-        return {index: found for index, found in answers if found and found.status_code == 200}
+        return {index: answer for index, answer in answers if answer and answer.status_code == 200}
 
     async def alive(self) -> list[int]:
         """Return the positions of the live siblings; right after the start it waits to know them.

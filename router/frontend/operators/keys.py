@@ -23,10 +23,9 @@ from baton.config.clients import ApiKeyConfig
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.tenants.key_record import KeyRecord
 from baton.types.errors import InvalidRequestError, UnavailableError
-from router.frontend.access import check_operator
 from router.frontend.api.bodies.common import OperatorBody
 from router.frontend.api.endpoints import Endpoints, read_body
-from router.frontend.audited import audited
+from router.frontend.audited import audited, audited_soon
 from router.frontend.group.siblings import OWN_ANSWER
 from router.process import Process
 from router.tenants.key_exchange import (
@@ -75,8 +74,8 @@ def routes(router: Process, keys: KeyExchange) -> Endpoints:
     api = Endpoints()
 
     def check(request: Request) -> None:
-        check_operator(request.headers, router.settings)
-        if router.settings.api_keys is None:
+        router.access.check_operator(request.headers)
+        if not router.access.needs_key:
             raise InvalidRequestError(
                 "this fleet checks no API keys; set `clients: {api_keys_file: redis}`, or "
                 "`api_keys`, in the fleet file"
@@ -163,7 +162,8 @@ def _add_ends(api: Endpoints, router: Process, keys: KeyExchange, check: _Check)
         if not is_own:
             after = {"tenant": key.rights.tenant}
             # The sibling routers receive the call after this answer: do not wait for Redis here.
-            await audited(router, request, "keys revoke", key_id, after=after, wait=is_shared)
+            write = audited if is_shared else audited_soon
+            await write(router, request, "keys revoke", key_id, after=after)
         return {**_shown(key, now_ms), "everywhere": is_shared}
 
 
@@ -201,10 +201,10 @@ def _record_of(new: _NewKey, now_ms: int) -> KeyRecord:
 
 def _check_rights(rights: ApiKeyConfig, router: Process) -> None:
     """Refuse rights that have no effect in this fleet."""
-    settings = router.settings
-    if rights.log_text and not (settings.logs.requests and settings.logs.format == "json"):
+    logs = router.settings.logs
+    if rights.log_text and not (logs.requests and logs.format == "json"):
         raise InvalidRequestError("log_text needs `logs: {format: json, requests: true}`")
-    if rights.adapters == "own" and settings.adapter_folder is None:
+    if rights.adapters == "own" and router.lanes.first.settings.adapter_folder is None:
         raise InvalidRequestError("`adapters: own` needs `adapters: {folder: FOLDER}`")
 
 

@@ -93,6 +93,14 @@ class ModelBody(Body):
     model: NonEmpty
     """default: the model that the fleet serves"""
 
+    def opening(self) -> str:
+        """Return the text that the requests of a conversation have in common.
+
+        It is ``user`` if the client sends it, or else the first message of the user, or the
+        beginning of a prompt or an input.
+        """
+        return ""
+
 
 class VectorsBody(ModelBody):
     """A body of a call that returns vectors, or results computed from vectors."""
