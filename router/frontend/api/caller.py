@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from baton.types.errors import InvalidRequestError
-from baton.types.slo import Slo
 from router.frontend.api.bodies.fields import Ignored
 from router.frontend.api.call_headers import client_id_of
 from router.frontend.off_loop import TENANT
-from router.frontend.slo import slo_of
+from router.frontend.slo import CallLimits
 from router.process import Process
 from router.request import Mode, Routed
 
@@ -28,7 +27,7 @@ class Caller:
     traceparent: str = ""
     min_priority: int | None = None
     client_id: str = ""
-    slo: Slo | None = None
+    limits: CallLimits = CallLimits()
     models: tuple[str, ...] | None = None
     key_id: str = ""
     routed: Routed | None = None
@@ -58,7 +57,7 @@ def read_headers(
         timeout_s=_timeout_s(headers.get("x-baton-timeout-ms"), router.settings.default_timeout_s),
         traceparent=headers.get("traceparent", ""),
         client_id=client_id_of(headers),
-        slo=slo_of(headers, access.slo or router.lanes.first.settings.slo),
+        limits=CallLimits.read(headers, access.slo),
         models=access.models,
         key_id=access.key_id,
         may_fall_back=_may_fall_back(headers),

@@ -335,7 +335,7 @@ class Preparer:
             arrived_ns=now_ns,
             deadline_ns=now_ns + int(caller.timeout_s * 1e9),
             traceparent=caller.traceparent,
-            slo=caller.slo,
+            slo=caller.limits.at(self._settings.slo),
         )
 
     def _scope(self, caller: Caller, salt: str | None) -> str:

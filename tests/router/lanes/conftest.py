@@ -40,6 +40,7 @@ async def two_lanes(make_fleet, model, artifact):
         first_tables=None,
         price=0.0,
         names=("smollm2", OTHER),
+        other_slo=None,
         **more,
     ) -> TwoLanes:
         own, beside = names
@@ -51,7 +52,7 @@ async def two_lanes(make_fleet, model, artifact):
             model=DEFAULT_MODEL,
             model_names=(beside,),
             price_per_hour=price,
-            **{name: value for name, value in more.items() if name in OF_LANE},
+            **{name: value for name, value in more.items() if name in OF_LANE} | {"slo": other_slo},
         )
         sources = LaneSources(directory, tables)
         others = [(settings, other, sources)]
