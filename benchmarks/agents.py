@@ -36,7 +36,8 @@ from loadtest.results.files import Results, write_results
 from loadtest.results.tables import turn_table
 from loadtest.run import RunOptions
 from loadtest.simulator.policies import FLEET
-from loadtest.simulator.simulation import Setup, Simulation
+from loadtest.simulator.setup import Setup
+from loadtest.simulator.simulation import Simulation
 from loadtest.workloads.agents import alone
 from loadtest.workloads.traces import TraceRequest
 

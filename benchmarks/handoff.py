@@ -15,6 +15,7 @@ gloo         send and recv of 1 MiB messages between two processes that do nothi
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import json
 import mmap
@@ -48,7 +49,7 @@ from baton.wire.message_memory import keep_message_memory
 from decode_worker.frame_puller import FramePuller
 from decode_worker.pacing import ReceivePacer
 from decode_worker.parts import WorkerParts
-from kvtransfer import lent_pages, receiver
+from kvtransfer import lent_pages, receiver_actions
 from kvtransfer.chunk import PoolView
 from kvtransfer.edge import Edge
 from kvtransfer.kv_slice import KvSlice, cut
@@ -97,13 +98,14 @@ def without_digests() -> Iterator[None]:
     native = library.load()
     lent_pages.hasher = lambda *_: _NoDigest()  # type: ignore[assignment]
     if native is not None:
-        library.use_digests(native, used=False)
+        no_digests = (ctypes.c_void_p * len(library.HASH_FUNCTIONS))()
+        native.baton_kv_hash(no_digests)
     try:
         yield
     finally:
         lent_pages.hasher = digest
         if native is not None:
-            library.use_digests(native, used=True)
+            native.baton_kv_hash(library.hash_functions())
 
 
 # -------------------------------------------------------------------- the sender's process
@@ -227,12 +229,12 @@ async def hand_off(transport: Transport, way: str, peer: Peer, pool: PoolView, t
     total_bytes = sum(kv_slice.payload_bytes(pool.geometry) for kv_slice in wanted)
     async with asyncio.TaskGroup() as pulls:
 
-        def perform(actions: list[receiver.Action]) -> None:
+        def perform(actions: list[receiver_actions.Action]) -> None:
             for action in actions:
                 match action:
-                    case receiver.Pull():
+                    case receiver_actions.Pull():
                         pulls.create_task(puller.pull(action, peer.target, 1))
-                    case receiver.AskForPeer():
+                    case receiver_actions.AskForPeer():
                         raise RuntimeError(action.reason)
 
         submission = Submission(request_id="r", attempt=1)

@@ -26,14 +26,14 @@ from baton.config.fleet_file import DEFAULT_MODEL
 from baton.registry.types import EventBatch, Role, WorkerRecord
 from baton.types.params import SamplingParams
 from loadtest.simulator.table import NoListener
+from router.process_core import ProcessCore
 from router.request import GenerationRequest
 from router.routing.placement.block_table import PlainBlockTable
-from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.slot import WorkerSlot
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 PLACEMENT_BOUND_US = {50: 200.0, 500: 1000.0}
 LOOKUP_BOUND_US = 100.0
@@ -103,7 +103,7 @@ def _status(name: str, prefills: int, draw: random.Random) -> WorkerStatus:
 def _slot(name: str, status: WorkerStatus) -> WorkerSlot:
     role: Role = "prefill" if name.startswith("prefill") else "decode"
     slot = WorkerSlot(WorkerRecord(worker_id=name, role=role, state="ready", epoch=1))
-    link = WorkerLink(name, "", NoListener(), Hello())
+    link = WorkerLink(name, "", NoListener(), Hello(), ProcessCore())
     link.status = status
     link.incarnation = name.encode().rjust(16)
     link.live = True
@@ -119,18 +119,18 @@ def _slot(name: str, status: WorkerStatus) -> WorkerSlot:
     return slot
 
 
-def placer_of(slots: list[WorkerSlot], book: LoadBook) -> Placer:
+def placer_of(slots: list[WorkerSlot]) -> Placer:
     """Return a placer of these workers, with an empty index."""
-    settings = RouterSettings(model=DEFAULT_MODEL, model_names=("bench",))
-    return Placer(settings, _Workers(slots), PrefixIndex(), book)
+    settings = LaneSettings(model=DEFAULT_MODEL, model_names=("bench",))
+    return Placer(settings, _Workers(slots), PrefixIndex())
 
 
 def placement_us(prefills: int, decodes: int, placements: int = 300) -> float:
     """Return the median time of a placement while some of the workers report again."""
     draw = random.Random(1)
     slots = fleet(prefills, decodes, draw)
-    book = LoadBook()
-    placer = placer_of(slots, book)
+    placer = placer_of(slots)
+    book = placer.book
     prompts = [tuple(draw.randrange(30_000) for _ in range(_PROMPT_TOKENS)) for _ in range(32)]
     times_s = []
     for number in range(placements):

@@ -139,8 +139,6 @@ class ReceiveCredit:
         self._base_load = _Ratio(0.0, 0.0, _REMEMBERED_NS)  # CPU ns per ns without receiving
         self._period = _Period(now_ns, cpu_ns)
 
-    # ---------------------------------------------------------------- events
-
     def ask(
         self, owner: str, peer: str, frame_bytes: Sequence[int], urgent_ns: int = _NEVER_NS
     ) -> int:
@@ -200,8 +198,6 @@ class ReceiveCredit:
             self._end_period(now_ns, cpu_ns)
         return waited
 
-    # ---------------------------------------------------------------- decisions
-
     def grants(self, now_ns: int, cpu_ns: int) -> list[CreditGrant]:
         """Return the demands that may start now. Call it after each event, and at `due_ns`."""
         self._save_up(now_ns)
@@ -239,8 +235,6 @@ class ReceiveCredit:
     def bytes_per_s(self, peer: str) -> float:
         """Return the receive rate of a peer's KV while responses are generated; 0 for no limit."""
         return self._cpu_share / self._cost(peer).value * 1e9
-
-    # ---------------------------------------------------------------- internals
 
     def _next(self, now_ns: int) -> int | None:
         """Return the demand of the next frame, if it need not wait for CPU time."""

@@ -19,7 +19,8 @@ from baton.telemetry.alive_clock import ALIVE
 from decode_worker.parts import WorkerParts
 from kvtransfer import chunk
 from kvtransfer.kv_slice import KvSlice
-from kvtransfer.receiver import Action, HandoffReceiver, Pull
+from kvtransfer.receiver import HandoffReceiver
+from kvtransfer.receiver_actions import Action, Pull
 from kvtransfer.transport import Frame, FrameStream, TransportError
 from kvtransfer.transports import FALLBACK
 

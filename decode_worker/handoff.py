@@ -27,7 +27,7 @@ from baton.wire.tokens import count_tokens
 from decode_worker.frame_puller import FramePuller
 from decode_worker.parts import WorkerParts
 from decode_worker.prefill_stream import PrefillStream
-from kvtransfer import receiver
+from kvtransfer import receiver_actions
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
 
@@ -125,8 +125,6 @@ class ReceivedHandoff:
         """Figures of the transfer; None unless all KV arrived and the engine still holds it."""
         return self._figures
 
-    # ---------------------------------------------------------------- verbs of the request
-
     def on_report(self, report: object) -> None:
         """Handle an engine report on the request's reservation."""
         match report:
@@ -198,42 +196,40 @@ class ReceivedHandoff:
         if not self._tasks:
             self._puller.forget()
 
-    # ---------------------------------------------------------------- actions of the machine
-
-    def _perform(self, actions: list[receiver.Action]) -> None:
+    def _perform(self, actions: list[receiver_actions.Action]) -> None:
         for action in actions:
             self._carry_out(action)
         if self._cancelled and not self._machine.writing:
             self._cancelled = False
             self._listener.on_drained()
 
-    def _carry_out(self, action: receiver.Action) -> None:
+    def _carry_out(self, action: receiver_actions.Action) -> None:
         send = self._parts.engine.client.send
         match action:
-            case receiver.OpenStream():
+            case receiver_actions.OpenStream():
                 self._open_stream(action)
-            case receiver.BindPages():
+            case receiver_actions.BindPages():
                 send(messages.Bind(self._engine_id, action.generation))
-            case receiver.Pull():
+            case receiver_actions.Pull():
                 self._pull(action)
-            case receiver.CommitKv():
+            case receiver_actions.CommitKv():
                 self._commit(action.generation)
-            case receiver.LoadKv():
+            case receiver_actions.LoadKv():
                 self._load(action.generation)
-            case receiver.KvLoaded():
+            case receiver_actions.KvLoaded():
                 self._note_loaded()
-            case receiver.CloseStream(release=True):
+            case receiver_actions.CloseStream(release=True):
                 self._close_stream(pb.PrefillControl(release=pb.Release()))
-            case receiver.CloseStream():
+            case receiver_actions.CloseStream():
                 self._puller.drop()
                 self._close_stream(pb.PrefillControl(cancel=pb.PrefillCancel()))
-            case receiver.AskForPeer(again=True):
+            case receiver_actions.AskForPeer(again=True):
                 self._listener.on_peer_still_needed()
-            case receiver.AskForPeer():
+            case receiver_actions.AskForPeer():
                 self._ask_for_peer(action)
-            case receiver.Drained():
+            case receiver_actions.Drained():
                 send(messages.PagesDrained(self._engine_id, action.generation))
-            case receiver.TakeOver():
+            case receiver_actions.TakeOver():
                 self._taken_over = True
                 send(messages.ComputeLocally(self._engine_id, self._first_ids()))
 
@@ -269,7 +265,7 @@ class ReceivedHandoff:
         payload_bytes = tokens * geometry.block_bytes // geometry.block_tokens
         # small probes measure latency; `baton doctor` names a transport and sends large ones
         if self._target.transport or not self._submission.probe:
-            moving_s = duration_ns / 1e9 - self._parts.engine.decode_step_s
+            moving_s = duration_ns / 1e9 - self._parts.engine.rates.decode_step_s
             edge = self._parts.peers.edge(self._target.worker_id)
             edge.note(_ENGINE_WAY, payload_bytes, moving_s)
         self._note_committed(duration_ns, payload_bytes)
@@ -288,7 +284,7 @@ class ReceivedHandoff:
             metrics.inc("baton_transfer_bytes", figures.payload_bytes, direction="received")
             metrics.observe("baton_transfer_seconds", figures.duration_ns / 1e9)
 
-    def _open_stream(self, opened: receiver.OpenStream) -> None:
+    def _open_stream(self, opened: receiver_actions.OpenStream) -> None:
         self._close_stream(None)
         start = prefill_start(
             self._submission,
@@ -312,15 +308,13 @@ class ReceivedHandoff:
         else:
             self._tasks.spawn(stream.send_last(last_message), "last message")
 
-    def _pull(self, pull: receiver.Pull) -> None:
+    def _pull(self, pull: receiver_actions.Pull) -> None:
         def broke(error: Exception) -> None:
             reason = f"a pull failed: {type(error).__name__}: {error}"
             self._perform(self._machine.pull_failed(pull.kv_slices, reason, pull.epoch))
 
         work = self._puller.pull(pull, self._target, self._machine.generation)
         self._tasks.vital(work, "pull", broke)
-
-    # ---------------------------------------------------------------- events of the stream
 
     def on_stream_lost(self, peer_gone: bool, reason: str) -> None:
         """Handle the loss of the control stream."""
@@ -363,7 +357,7 @@ class ReceivedHandoff:
                 self._perform(self._machine.prefill_failed(event.failed.message))
                 self._unavailable = False
 
-    def _ask_for_peer(self, ask: receiver.AskForPeer) -> None:
+    def _ask_for_peer(self, ask: receiver_actions.AskForPeer) -> None:
         error: BatonError = TransferError(ask.reason)
         if self._unavailable:
             error = UnavailableError(ask.reason)

@@ -112,8 +112,6 @@ class _Link:
             return
         self._finish((self._blocks - figures.skip_blocks) * BLOCK_TOKENS)
 
-    # ---------------------------------------------------------------- events of the hand-off
-
     def on_first_tokens(self, first: FirstTokens) -> None:
         """Do nothing: a prompt without a response has no first tokens."""
 
@@ -185,9 +183,7 @@ class PrefixPuller:
         self._parts = parts
 
     def begin(
-        self,
-        request: decode_pb2.Submission | pb.PrefillStart,
-        on_end: Callable[[int], None],
+        self, request: decode_pb2.Submission | pb.PrefillStart, on_end: Callable[[int], None]
     ) -> PrefixPull | None:
         """Start the pull that a request names; return None if there is nothing to wait for.
 

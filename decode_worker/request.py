@@ -90,8 +90,6 @@ class DecodeRequest:
         else:
             self._close(self._error, None)
 
-    # ---------------------------------------------------------------- messages of the router
-
     def stop(self, error: BatonError) -> None:
         """End the request with an error (cancel, deadline, lapsed lease)."""
         if self.ended or self._error is not None:
@@ -149,10 +147,8 @@ class DecodeRequest:
             begin = next_index[choice] if choice < len(next_index) else 0
             reason, stop = self._finish[choice]
             if begin < len(tokens) or reason:
-                part = tokens[begin:]
-                self.session.tokens(
-                    self.submission, choice, begin, part, reason, stop, repeated=True
-                )
+                part = self._run(choice, begin, tuple(tokens[begin:]), reason, stop)
+                self.session.tokens(self.submission, part, repeated=True)
         if self._end is not None:
             self.session.end(self._end)
         elif self._handoff is not None:
@@ -162,8 +158,6 @@ class DecodeRequest:
         """Watch the hand-off's progress."""
         if self._handoff is not None and not self.ended:
             self._handoff.tick(now_ns)
-
-    # ---------------------------------------------------------------- events of the hand-off
 
     def on_first_tokens(self, first: FirstTokens) -> None:
         """Send the route and the first tokens to the router."""
@@ -183,7 +177,8 @@ class DecodeRequest:
         eos = frozenset(self._parts.eos_token_ids)
         for choice, token in enumerate(first.tokens):
             reason, stop = finish_reason(self._params, eos, token.token, 1)
-            self._emit(choice, 0, () if stop is not None else (token,), reason, stop)
+            tokens = () if stop is not None else (token,)
+            self._emit(self._run(choice, 0, tokens, reason, stop))
             if reason:
                 ended.append(choice)
         if self._handoff is None:
@@ -223,8 +218,6 @@ class DecodeRequest:
         if self._needed is not None and self._error is None:
             self.session.ask(self._needed)
 
-    # ---------------------------------------------------------------- reports of the engine
-
     def _on_report(self, report: Any) -> None:
         match report:
             case ev.Admitted():
@@ -237,13 +230,7 @@ class DecodeRequest:
             case ev.Tokens():
                 if self._route is None:
                     self._send_route("colocated", "", self._times.cached_tokens)
-                self._emit(
-                    report.choice,
-                    report.index,
-                    report.tokens,
-                    report.finish_reason,
-                    report.stop_token,
-                )
+                self._emit(report)
             case ev.Ended():
                 self._ended(report)
             case _:
@@ -271,18 +258,28 @@ class DecodeRequest:
             self._finish = [("stop", None)]
         self.session.prompt_outputs(self.submission, prompt_outputs)
 
-    def _emit(
+    def _run(
         self,
         choice: int,
         index: int,
         tokens: tuple[SampledToken, ...],
         reason: str,
         stop: int | None,
-    ) -> None:
+    ) -> ev.Tokens:
+        return ev.Tokens(
+            request_id=self.submission.request_id,
+            choice=choice,
+            index=index,
+            tokens=tokens,
+            finish_reason=reason,
+            stop_token=stop,
+        )
+
+    def _emit(self, new: ev.Tokens) -> None:
         self._first_ns = self._first_ns or time.monotonic_ns()
-        self._tokens[choice] += tokens
-        self._finish[choice] = (reason, stop)
-        self.session.tokens(self.submission, choice, index, tokens, reason, stop)
+        self._tokens[new.choice] += new.tokens
+        self._finish[new.choice] = (new.finish_reason, new.stop_token)
+        self.session.tokens(self.submission, new)
 
     def _ended(self, report: ev.Ended) -> None:
         if self.ended:

@@ -30,6 +30,7 @@ from baton.types.events import StepDone
 from baton.wire.codecs import error_to_wire
 from baton.wire.compatibility import WIRE_MAX, WIRE_MIN
 from baton.wire.router_frames import scatter
+from baton.wire.worker_status import engine_status
 from decode_worker.parts import WorkerParts
 from decode_worker.request import DecodeRequest
 from decode_worker.session import LoadReport, RouterSession, StepCounter
@@ -73,8 +74,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._rest: LoadReport | None = None  # the last report, if there was no work
         parts.engine.after_step.append(self._after_step)
 
-    # ---------------------------------------------------------------- gRPC
-
     async def Serve(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[pb.RouterFrame], context: Any
     ) -> AsyncIterator[pb.WorkerFrame]:
@@ -105,8 +104,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         session.renew()
         self._submit(request, session)
         return pb.SubmitAck()
-
-    # ---------------------------------------------------------------- frames from the router
 
     def _session(self, router_id: str) -> RouterSession:
         return self._sessions.setdefault(router_id, RouterSession(router_id))
@@ -215,8 +212,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         request.session = session
         request.resume(list(message.next_index))
 
-    # ---------------------------------------------------------------- time
-
     async def tick_forever(self) -> None:
         """Send status frames and check leases and stalls, as long as the worker runs."""
         while True:
@@ -252,8 +247,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     def _after_step(self, step: StepDone) -> None:
         self._step.value = step.step
 
-    # ---------------------------------------------------------------- status
-
     def _report(self) -> LoadReport:
         status = self.status()
         engine = self._parts.engine
@@ -276,58 +269,27 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     def status(self, with_capabilities: bool = False) -> common_pb2.WorkerStatus:
         """Return this worker's load and health."""
         engine = self._parts.engine
-        load = self._parts.engine.load
-        fit = engine.prompt_fit
-        decode_fit = engine.decode_fit
-        edges = [
-            common_pb2.EdgeRate(prefill_worker_id=worker_id, bytes_per_s=edge.bytes_per_s)
-            for worker_id, edge in self._parts.peers.edges.items()
-            if edge.measured
-        ]
-        return common_pb2.WorkerStatus(
-            identity=self._parts.identity,
-            state="draining" if engine.silent else self.state,
-            kv_blocks=common_pb2.BlockCounts(
-                total=load.blocks.total,
-                free=load.blocks.free,
-                cached=load.blocks.cached,
-                leased=load.blocks.in_use,
-                quarantined=load.blocks.quarantined,
-            ),
-            kv_tiers=[
-                common_pb2.KvTier(
-                    name=tier.name,
-                    blocks=tier.places,
-                    held_blocks=tier.held,
-                    block_s=tier.block_ns / 1e9,
-                )
-                for tier in load.tiers
-            ],
-            running=load.running,
-            waiting=load.waiting,
-            threads=self._threads,
-            transfers=self._parts.transfers,
-            event_sequence=self.event_sequence,
-            steps=load.step,
-            answering=load.answering,
-            load_age_ns=engine.load_age_ns(time.monotonic_ns()),
-            queued_prompt_tokens=load.queued_prompt_tokens,
-            prefill_tokens_per_s=engine.prefill_tokens_per_s,
-            prefill_token_s=fit.token_s,
-            prefill_context_s=fit.context_s,
-            queued_prompt_context=load.queued_prompt_context,
-            decode_step_s=engine.decode_step_s,
-            decode_base_s=decode_fit.step_s,
-            decode_row_s=decode_fit.row_s,
-            decode_context_s=decode_fit.context_s,
-            answering_context=load.answering_context,
-            coming_context=load.coming_context,
-            edges=edges,
-            capabilities=self._capabilities if with_capabilities else None,
-            last_error=engine.sick,
-            adapters=engine.adapters,
-            highest_ticket=self._highest_ticket,
+        status = engine_status(engine.load, engine.rates)
+        status.MergeFrom(
+            common_pb2.WorkerStatus(
+                identity=self._parts.identity,
+                state="draining" if engine.silent else self.state,
+                threads=self._threads,
+                transfers=self._parts.transfers,
+                event_sequence=self.event_sequence,
+                load_age_ns=engine.load_age_ns(time.monotonic_ns()),
+                edges=[
+                    common_pb2.EdgeRate(prefill_worker_id=name, bytes_per_s=edge.bytes_per_s)
+                    for name, edge in self._parts.peers.edges.items()
+                    if edge.measured
+                ],
+                capabilities=self._capabilities if with_capabilities else None,
+                last_error=engine.sick,
+                adapters=engine.adapters,
+                highest_ticket=self._highest_ticket,
+            )
         )
+        return status
 
     @property
     def live_requests(self) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -12,7 +12,6 @@ from batonpb import decode_pb2 as pb
 
 from baton.telemetry.alive_clock import ALIVE
 from baton.types import events as ev
-from baton.types.params import SampledToken
 from baton.wire import codecs
 from baton.wire.tokens import pack_tokens
 
@@ -115,38 +114,28 @@ class RouterSession:
             if self._unread_bytes > MAX_PENDING_BYTES:
                 return  # the router does not read: it will reconnect and resume
 
-    def tokens(
-        self,
-        request: pb.Submission,
-        choice: int,
-        index: int,
-        tokens: Sequence[SampledToken],
-        finish_reason: str,
-        stop_token: int | None,
-        *,
-        repeated: bool = False,
-    ) -> None:
-        """Add tokens of one choice; ``index`` is the first one's position in the response.
+    def tokens(self, request: pb.Submission, tokens: ev.Tokens, *, repeated: bool = False) -> None:
+        """Add tokens of one choice.
 
         Tokens that are ``repeated`` for a resume do not count as unread: the router requested them.
         """
         size_bytes = 0
-        for begin in range(0, max(len(tokens), 1), _RUN_TOKENS):
-            part = tokens[begin : begin + _RUN_TOKENS]
+        for begin in range(0, max(len(tokens.tokens), 1), _RUN_TOKENS):
+            part = tokens.tokens[begin : begin + _RUN_TOKENS]
             run = pb.TokenRun(
                 request_id=request.request_id,
                 attempt=request.attempt,
-                choice=choice,
-                index=index + begin,
+                choice=tokens.choice,
+                index=tokens.index + begin,
                 token_ids=pack_tokens([token.token for token in part]),
             )
             if part and part[0].logprob is not None:
                 run.logprobs.extend(codecs.logprob_to_wire(token) for token in part)
-            if begin + _RUN_TOKENS >= len(tokens):
-                run.finish_reason = finish_reason
-                if stop_token is not None:
+            if begin + _RUN_TOKENS >= len(tokens.tokens):
+                run.finish_reason = tokens.finish_reason
+                if tokens.stop_token is not None:
                     run.has_stop_token = True
-                    run.stop_token_id = stop_token
+                    run.stop_token_id = tokens.stop_token
             size_bytes += self._add(run)
         if not repeated:
             self._unread_bytes += size_bytes

@@ -17,13 +17,13 @@ class ProcessKey(NamedTuple):
     @classmethod
     def of(cls, pid: int) -> "ProcessKey | None":
         """Return the key of a live process, or None."""
-        found = _stat(pid)
-        return cls(pid, found[1]) if found is not None else None
+        stat = _stat(pid)
+        return cls(pid, stat[1]) if stat is not None else None
 
     def find(self) -> psutil.Process | None:
         """Return the process if it is still the same one and not a zombie."""
-        found = _stat(self.pid)
-        if found is None or found[1] != self.started_s or found[0] in "ZX":
+        stat = _stat(self.pid)
+        if stat is None or stat[1] != self.started_s or stat[0] in "ZX":
             return None
         try:
             return psutil.Process(self.pid)

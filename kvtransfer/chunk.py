@@ -244,8 +244,8 @@ def decode(frame: bytes | memoryview) -> tuple[pb.ChunkHeader, memoryview]:
 
 def check_binding(header: pb.ChunkHeader, expected: KvSlice, bound: bytes) -> None:
     """Check that a header belongs to the requested slice of this KV transfer."""
-    found = binding(header.request_id, header.attempt, header.generation, header.source_incarnation)
-    if found != bound:
+    shown = binding(header.request_id, header.attempt, header.generation, header.source_incarnation)
+    if shown != bound:
         raise ChunkError("the frame belongs to another KV transfer or another incarnation", "claim")
     kv_slice = KvSlice.from_wire(header.kv_slice)
     if kv_slice != expected:

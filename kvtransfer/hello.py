@@ -112,6 +112,6 @@ async def receive(link: socket.socket, into: memoryview) -> None:
 
 
 async def _exactly(link: socket.socket, size_bytes: int) -> bytes:
-    found = bytearray(size_bytes)
-    await receive(link, memoryview(found))
-    return bytes(found)
+    received = bytearray(size_bytes)
+    await receive(link, memoryview(received))
+    return bytes(received)

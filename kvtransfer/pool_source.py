@@ -14,7 +14,6 @@ from batonpb import prefill_pb2 as pb
 from baton.types.errors import PullRefusedError
 from baton.wire.codecs import error_to_wire
 from kvtransfer import chunk
-from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.kv_slice import MOST_FRAME_BYTES, KvSlice
 from kvtransfer.lent_pages import page_digest
 from kvtransfer.rank_pools import KvPools
@@ -68,7 +67,6 @@ class PoolSource:
         find: Callable[[Key], HeldKv | None],
         note_sent: Callable[[int], None] = lambda _: None,
         refusal: Callable[[pb.PullRequest], str] = lambda _: "",
-        tamperer: FrameTamperer | None = None,
         encodings: Collection[common_pb2.ChunkEncoding] = (),
     ) -> None:
         self._pool = pool
@@ -76,7 +74,6 @@ class PoolSource:
         self._find = find
         self._note_sent = note_sent
         self._refusal = refusal
-        self._tamperer = tamperer
         self._encodings = encodings
 
     async def frames(self, request: pb.PullRequest, room: Room) -> AsyncIterator[int]:
@@ -141,9 +138,6 @@ class PoolSource:
             return await _write(self._gone(request, kv_slice), b"", room)
         header.digests = digests
         self._note_sent(len(payload))
-        if self._tamperer is not None:
-            header, damaged = self._tamperer.apply(header, bytes(payload))
-            return await _write(header, damaged, room)
         chunk.put_header(header, frame, room_bytes)
         return size_bytes
 
@@ -182,7 +176,7 @@ class PoolSource:
         header.pages.extend(_pages(blocks, kv_slice))
         header.digests = digest
         self._note_sent(kv_slice.payload_bytes(self._pool.geometry))
-        return header if self._tamperer is None else self._tamperer.apply_to_loan(header)
+        return header
 
     def _gone(self, request: pb.PullRequest, kv_slice: KvSlice) -> pb.ChunkHeader:
         header = self._header(request, kv_slice)

@@ -56,7 +56,11 @@ def unlike(a: Results, b: Results) -> list[str]:
         pairs[key] = (a.parameters.get(key, "–"), b.parameters.get(key, "–"))
     if a.parameters == b.parameters:  # else the number follows from them
         pairs["planned requests"] = (a.planned_requests, b.planned_requests)
-    return [f"{what}: {one} and {other}" for what, (one, other) in pairs.items() if one != other]
+    return [
+        f"{what}: {a_value} and {other}"
+        for what, (a_value, other) in pairs.items()
+        if a_value != other
+    ]
 
 
 def _percentile(summary: Summary, name: str, field: str) -> float | None:

@@ -2,25 +2,24 @@
 
 from loadtest.results.files import SearchPoint
 
+_LOWEST = 0.01
+
 
 class RateSearch:
     """Chooses the next rate to try. Does no I/O.
 
     Doubles from ``first`` while the SLO is met (or halves while it is missed) until one rate meets
     it and a higher one misses it. Then bisects the interval, on a logarithmic scale, until the two
-    rates are within ``precision`` of each other. Gives up below ``lowest`` requests per second, or
+    rates are within ``precision`` of each other. Gives up below 0.01 requests per second, or
     after ``max_points`` rates.
     """
 
-    def __init__(
-        self, first: float, *, precision: float = 0.1, max_points: int = 12, lowest: float = 0.01
-    ) -> None:
+    def __init__(self, first: float, *, precision: float = 0.1, max_points: int = 12) -> None:
         if not first > 0 or not precision > 0:
             raise ValueError(f"first rate {first:g} and precision {precision:g} must be above 0")
         self._first = first
         self._precision = precision
         self._max_points = max_points
-        self._lowest = lowest
         self.points: list[SearchPoint] = []
 
     def next_rate(self) -> float | None:
@@ -33,7 +32,7 @@ class RateSearch:
         missed = self._lowest_missed
         if met is None:
             rate = min(point.rate for point in self.points) / 2
-            return rate if rate >= self._lowest else None
+            return rate if rate >= _LOWEST else None
         if missed is None:
             return 2 * met.rate
         if missed <= met.rate * (1 + self._precision):

@@ -35,7 +35,6 @@ from baton.wire.fleet_token import FleetToken
 from baton.wire.submission import submit_from_wire
 from baton.wire.tokens import unpack_tokens
 from kvtransfer import sender
-from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
 from kvtransfer.rank_pools import KvPools
 from prefill_worker.announcer import Announcer
@@ -55,7 +54,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         prefixes: Pulls prefixes from other workers' caches.
         token: Fleet token that signs capabilities of pulls; without one, pulls need none.
         unsigned_pulls: Whether pulls without a capability are allowed, too.
-        tamperer: Damages frames on purpose (fault injection), or None.
     """
 
     def __init__(
@@ -67,7 +65,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         metrics: Metrics,
         tracing: Tracing,
         prefixes: CachePuller,
-        tamperer: FrameTamperer | None,
         token: FleetToken,
         unsigned_pulls: bool,
     ) -> None:
@@ -86,7 +83,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._held,
             lambda sent_bytes: metrics.inc("baton_transfer_bytes", sent_bytes, direction="sent"),
             self._refusal,
-            tamperer,
             capabilities.encodings,
         )
         """Source of the frames that decode workers pull by any transport."""
@@ -138,8 +134,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 yield event
                 if event.HasField("failed"):
                     return
-
-    # ---------------------------------------------------------------- hand-offs
 
     def _open(self, start: pb.PrefillStart) -> tuple[SentHandoff, bool]:
         """Return the hand-off of a stream, and whether it was open already."""
@@ -263,8 +257,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         handoff.events.put_nowait(pb.PrefillEvent(heartbeat=pb.Renew()))  # wakes the stream
         if self._handoffs.get(key) is handoff:
             del self._handoffs[key]
-
-    # ---------------------------------------------------------------- time
 
     async def watch_leases(self) -> None:
         """End hand-offs whose lease was not renewed; runs as long as the worker."""

@@ -7,7 +7,7 @@ while a router restarts, new connections wait in the socket's queue and are not 
 
 On SIGTERM and SIGINT the router exits within five seconds: it accepts no connections and cancels
 active requests, which end with an error. On SIGUSR1 it exits when all its responses have ended.
-Environment variables contain the secrets (``router/settings.py``).
+Environment variables contain the secrets (``router/process_core.py``, ``router/settings.py``).
 """
 
 import argparse
@@ -16,13 +16,14 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from starlette.types import ASGIApp
 
+from baton.config.clients import ApiKeyConfig
 from baton.config.load import ConfigError, load_config
 from baton.registry.redis_store import Registry
 from baton.telemetry.log_export import LogExport
@@ -34,7 +35,6 @@ from baton.telemetry.process_memory import (
     collect_rarely,
     limit_arenas,
 )
-from baton.types.lanes import whole_fleet
 from baton.wire.process_end import exit_process
 from router.app import build_app
 from router.frontend.group.group import RouterGroup
@@ -45,10 +45,12 @@ from router.frontend.http.places import capacity
 from router.frontend.http.protocol import server_config
 from router.frontend.http.server import RouterServer
 from router.process import Process
+from router.process_core import ProcessCore
 from router.routing.reports.request_reports import past_reports
 from router.served_model import ServedModel
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 from router.sources import LaneSources, Sources
+from router.tenants.access import api_keys_of
 
 _LOG = logging.getLogger("router")
 
@@ -74,14 +76,15 @@ def main() -> int:
     overrides = {"host": arguments.host} if arguments.host else {}
     try:
         config = load_config(arguments.config, overrides, said_by="--host")
-        lanes = RouterSettings.of_lanes(config, port=arguments.port)
-        settings = lanes[0]
+        core = ProcessCore.of(config, port=arguments.port)
+        settings = core.settings
+        api_keys = api_keys_of(config)
         set_up_logs(
             settings.logs.format, fields={"fleet": config.fleet, "router": str(arguments.index)}
         )
         if settings.https is not None:
             LiveCertificate(settings.https)  # reports an unusable certificate before the start
-        models = [ServedModel.load(lane) for lane in lanes]
+        lanes = [(lane, ServedModel.load(lane)) for lane in LaneSettings.of_lanes(config)]
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -99,30 +102,32 @@ def main() -> int:
     limit_arenas()
     collect_rarely(ROUTER_OBJECTS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(lanes, models, sockets, member))
+        runner.run(serve(core, api_keys, lanes, sockets, member))
     return 0
 
 
 async def serve(
-    lanes: Sequence[RouterSettings],
-    models: Sequence[ServedModel],
+    core: ProcessCore,
+    api_keys: Mapping[str, ApiKeyConfig] | None,
+    lanes: Sequence[tuple[LaneSettings, ServedModel]],
     sockets: Sequence[socket.socket] = (),
     member: Member | None = None,
 ) -> None:
     """Serve HTTP until a signal stops the router.
 
-    With a ``member`` of a group, which selects one of ``sockets``, the port is shared. The first of
-    the lanes is the default of calls that name no model.
+    With a ``member`` of a group, which selects one of ``sockets``, the port is shared.
     """
-    settings = lanes[0]
-    for timing in sorted({lane.emulated for lane in lanes if lane.emulated}):
+    settings = core.settings
+    for timing in sorted({lane.emulated for lane, _ in lanes if lane.emulated}):
         _LOG.warning("EMULATED fleet (%s): responses are made up, no model runs", timing)
-    registry = Registry(settings.redis_url, whole_fleet(settings.fleet))
+    registry = Registry(settings.redis_url, settings.fleet)
     export = LogExport("router")
     process = Process(
+        core,
+        api_keys,
         [
-            (lane, model, LaneSources.of(lane, registry.of_lane(lane.fleet)))
-            for lane, model in zip(lanes, models, strict=True)
+            (lane, model, LaneSources.of(settings, lane, registry.of_lane(lane.fleet)))
+            for lane, model in lanes
         ],
         Sources.of(settings, registry, export.emit),
     )

@@ -47,11 +47,11 @@ def build_app(process: Process) -> FastAPI:
     @contextlib.asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
         async with process.running():
-            if process.sources.gates is not None:
+            if process.sources is not None:
                 GateWatch(process, process.sources.gates).start()
-            store = batch.store_of(process.settings)
+            store = batch.store_of(process)
             if store is not None:
-                runner = BatchRunner(store, process.settings, process.metrics, process.tasks)
+                runner = BatchRunner(store, process)
                 runner.start(app)
             yield
 
@@ -82,10 +82,10 @@ def build_app(process: Process) -> FastAPI:
     for endpoints in made:
         app.include_router(endpoints)
     app.direct = [route for endpoints in made for route in endpoints.direct]
-    has_keys = settings.api_keys is not None
-    app.add_middleware(Reserve, settings=settings, metrics=process.metrics)
+    has_keys = process.access.needs_key
+    app.add_middleware(Reserve, router=process)
     if not has_keys:
-        app.add_middleware(PageGuard, settings=settings)
+        app.add_middleware(PageGuard, router=process)
     allow_origins(app, settings.clients)
     bodies = [body for endpoints in made for body in endpoints.bodies]
     describe(app, bodies, process.lanes.first.model.names[0], has_keys=has_keys)
@@ -93,29 +93,25 @@ def build_app(process: Process) -> FastAPI:
 
 
 def _endpoints(process: Process) -> list[Endpoints]:
-    erasures = process.sources.erasures
     made = [routes(process) for routes in _ENDPOINTS]
     commands = {
-        lane.model.names[0]: lane.sources.commands
+        lane.model.names[0]: lane.sources.tables.commands
         for lane in process.lanes
-        if lane.sources.commands is not None
+        if lane.sources.tables is not None
     }
     if commands:
         made.append(admin_commands.routes(process, commands))
     if process.keys is not None:
         made.append(keys.routes(process, process.keys))
     made.append(model_routes.routes(process, commands))
-    made.append(tenants.routes(process, process.limits, erasures))
-    if process.sources.usage is not None:
+    made.append(tenants.routes(process))
+    if process.sources is not None:
         made.append(usage.routes(process, process.sources.usage))
     return made
 
 
 def _follow_deletions(process: Process) -> None:
-    erasures = process.sources.erasures
-    if process.limits is None or erasures is None:
+    if process.limits is None or process.sources is None:
         return
-    name = f"router {process.router_id}"
-    forget = process.quotas.quotas.forget
-    follower = DeletionFollower(process.settings, name, erasures, process.tasks, forget)
+    follower = DeletionFollower(process, process.sources.erasures)
     process.limits.on_table.append(follower.receive)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from baton.telemetry.metrics import Metrics
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.lanes import split_version
+from router.process_core import ProcessCore
 from router.routing.checks.grammars import GrammarChecker
 from router.routing.peers.share_feed import ShareFeed
 from router.routing.placement.index_feed import IndexFeeder
@@ -17,9 +18,10 @@ from router.routing.requests.gateway import Gateway
 from router.routing.requests.observer import Observer
 from router.routing.requests.readiness import Prober
 from router.routing.requests.tickets import TicketFeed
+from router.routing.requests.worker_events import WorkerEvents
 from router.served_model import ServedModel
-from router.settings import RouterSettings
-from router.sources import LaneSources
+from router.settings import LaneSettings
+from router.sources import LaneSources, LaneTables
 
 
 class Lane:
@@ -29,18 +31,21 @@ class Lane:
         created: Start of the lane in Unix seconds.
 
     Args:
+        core: Part of the process that the lane uses.
         observer: Observer of the process, with whose gauges those of the lane are added up.
         tasks: Tasks of the process.
     """
 
     def __init__(
         self,
-        settings: RouterSettings,
+        core: ProcessCore,
+        settings: LaneSettings,
         model: ServedModel,
         sources: LaneSources,
         observer: Observer,
         tasks: BackgroundTasks,
     ) -> None:
+        self.core = core
         self.settings = settings
         self.model = model
         self.sources = sources
@@ -50,28 +55,22 @@ class Lane:
         self.observer = Observer(metrics, observer)
         self.prefix_index = PrefixIndex()
         self.gateway = gateway = Gateway(
-            settings, model.tokenizer, sources.directory, self.prefix_index, self.observer
+            core, settings, model.tokenizer, sources.directory, self.prefix_index, self.observer
         )
         self.observer.fitted = lambda worker_id: fitted_rates(gateway.workers.get(worker_id))
         self.worker_cells = WorkerCells(gateway.workers)
         self.grammars = GrammarChecker(model.vocabulary, metrics)
-        self.prober = Prober(gateway, settings, tasks)
-        count_failure = observer.task_failed
-        self._tickets = TicketFeed(gateway.tickets, sources.tickets, count_failure)
-        self._shares = ShareFeed(
-            gateway.router_id,
-            gateway.admission,
-            gateway.shares,
-            gateway.pump,
-            gateway.work.demand,
-            sources.demands,
-            count_failure,
-            gateway.workers.last_turn,
-            self.observer.planned,
-        )
-        self._index = IndexFeeder(
-            self.prefix_index, sources.events, metrics, gateway.workers.resting.refreshed
-        )
+        self.prober = Prober(gateway, core.settings, tasks)
+        self._feeds = self._feeds_of(sources.tables) if sources.tables is not None else []
+
+    def _feeds_of(self, tables: LaneTables) -> "list[TicketFeed | ShareFeed | IndexFeeder]":
+        """Return the tasks that keep the lane's parts equal to Redis."""
+        gateway = self.gateway
+        count_failure = self.observer.task_failed
+        shares = ShareFeed(gateway, tables.demands, count_failure, self.observer.planned)
+        refreshed = gateway.workers.resting.refreshed
+        index = IndexFeeder(self.prefix_index, tables.events, self.observer.metrics, refreshed)
+        return [index, TicketFeed(gateway.tickets, tables.tickets, count_failure), shares]
 
     @property
     def is_loaded(self) -> bool:
@@ -81,26 +80,26 @@ class Lane:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the tasks within the context; end all requests afterwards."""
-        folder = self.settings.lane_dir
+        folder = self.core.settings.lane_dir(self.settings.fleet)
         adapters = self.model.adapters
         file = folder / "adapters.json" if folder else None
-        await adapters.start(self.sources.adapters, file, self.observer.task_failed)
-        self.gateway.start()
-        self._index.start()
-        self._tickets.start()
-        self._shares.start()
+        tables = self.sources.tables
+        shared = tables.adapters if tables is not None else None
+        await adapters.start(shared, file, self.observer.task_failed)
+        self.gateway.start(WorkerEvents(self.gateway))
+        for feed in self._feeds:
+            feed.start()
         try:
             yield
         finally:
-            await self._tickets.close()
-            await self._shares.close()
-            await self._index.close()
+            for feed in self._feeds:
+                await feed.close()
             await adapters.close()
             await self.grammars.close()
             await self.gateway.close()
 
 
-def _show(metrics: Metrics, settings: RouterSettings, model: ServedModel) -> None:
+def _show(metrics: Metrics, settings: LaneSettings, model: ServedModel) -> None:
     timing = settings.emulated
     kind = settings.external or ("emulated" if timing else "real")
     metrics.set("baton_engine_info", 1, engine=kind, timing=timing)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
+from baton.config.clients import ApiKeyConfig
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.metrics import Metrics
 from baton.telemetry.tasks import BackgroundTasks
@@ -22,6 +23,7 @@ from router.lanes.gate import GateBook
 from router.lanes.lane_table import LaneTable
 from router.lanes.route_table import SyncedRoutes
 from router.lanes.shadow import Shadows
+from router.process_core import ProcessCore
 from router.routing.checks.answers import AnswerChecks
 from router.routing.reports.past_reports import PastReports
 from router.routing.reports.refusals import RefusedRequests
@@ -29,8 +31,9 @@ from router.routing.reports.request_log import RequestLog
 from router.routing.requests.call import CallObservers
 from router.routing.requests.observer import Observer
 from router.served_model import ServedModel
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 from router.sources import LaneSources, Sources
+from router.tenants.access import AccessControl
 from router.tenants.key_exchange import KeyExchange
 from router.tenants.limits_table import SyncedLimits
 from router.tenants.quota_feed import QuotaFeed
@@ -44,7 +47,7 @@ class Process:
     """A router. The first of its lanes is the default of calls that name no model.
 
     Attributes:
-        settings: Settings of the first lane, which has those of the process.
+        access: API keys and the rights of callers.
         lanes: Models of the router.
         routes: Table that leads names to lanes.
         gates: Gates of the canaries and shadows in this table.
@@ -55,32 +58,38 @@ class Process:
 
     def __init__(
         self,
-        lanes: Sequence[tuple[RouterSettings, ServedModel, LaneSources]],
-        sources: Sources,
+        core: ProcessCore,
+        api_keys: Mapping[str, ApiKeyConfig] | None,
+        lanes: Sequence[tuple[LaneSettings, ServedModel, LaneSources]],
+        sources: Sources | None,
     ) -> None:
-        settings, model, _ = lanes[0]
-        self.settings = settings
+        first, model, _ = lanes[0]
+        self.core = core
+        self.settings = settings = core.settings
+        self.policies = core.policies
+        self.access = AccessControl(api_keys, core.fleet_token, core.policies)
         self.sources = sources
-        self.audit = sources.audit
+        self.audit = sources.audit if sources is not None else None
         self.metrics = metrics = Metrics("router", model=model.names[0])
-        metrics.set("baton_worker_price_per_hour", settings.price_per_hour)
+        metrics.set("baton_worker_price_per_hour", first.price_per_hour)
         self.observer = Observer(metrics)
         count_failure = self.observer.task_failed
         self.tasks = BackgroundTasks("router", count_failure)
         self.tracing = Tracing("router")
-        self.lanes = LaneTable([Lane(*lane, self.observer, self.tasks) for lane in lanes])
+        self.lanes = LaneTable([Lane(core, *lane, self.observer, self.tasks) for lane in lanes])
         self.router_id = self.lanes.first.gateway.router_id
         self.gates = GateBook()
-        self.routes = SyncedRoutes(sources.routes, self._file("routes.json"), count_failure)
+        routes = sources.routes if sources is not None else None
+        self.routes = SyncedRoutes(routes, self._file("routes.json"), count_failure)
         self.shadows = Shadows(self.gates, self.lanes, metrics, self.tasks)
         self.answer_checks = AnswerChecks(metrics)
-        self.request_log = RequestLog(settings, self.answer_checks)
+        self.request_log = RequestLog(settings, self.access, self.answer_checks)
         self.refused = RefusedRequests(settings.kept_records)
         self.past_reports = PastReports()
         self.refused_logins = logins = RefusedLogins()
-        if sources.audit is not None:
-            sources.audit.on_failure = lambda: metrics.inc("baton_audit_failures")
-            sources.audit.each_period.append(lambda: logins.take(time.monotonic_ns()))
+        if self.audit is not None:
+            self.audit.on_failure = lambda: metrics.inc("baton_audit_failures")
+            self.audit.each_period.append(lambda: logins.take(time.monotonic_ns()))
         self._make_tenants(sources)
         self.observers = CallObservers(
             begun=(self.quotas.begun,),
@@ -95,13 +104,13 @@ class Process:
             ),
         )
 
-    def _make_tenants(self, sources: Sources) -> None:
-        settings = self.settings
+    def _make_tenants(self, sources: Sources | None) -> None:
         count_failure = self.observer.task_failed
-        shares = self.lanes.first.gateway.shares
+        first = self.lanes.first
+        shares = first.gateway.shares
         self.quotas = QuotaFeed(
             self.router_id,
-            sources.quotas,
+            sources.quotas if sources is not None else None,
             lambda: shares.known_routers,
             count_failure,
             lambda tenant, limit: self.metrics.inc(
@@ -109,39 +118,39 @@ class Process:
             ),
         )
         ledger = Ledger(self.router_id)
-        self.usage = UsageFeed(
-            ledger, sources.usage, count_failure, price_per_hour=settings.price_per_hour
-        )
+        price = first.settings.price_per_hour
+        shared_usage = sources.usage if sources is not None else None
+        self.usage = UsageFeed(ledger, shared_usage, count_failure, price_per_hour=price)
         self.usage_counter = UsageCounter(ledger)
         for lane in self.lanes:
             lane.observer.on_charged = self.usage_counter.of(lane.model.names[0])
         self._usage_copies: UsageCopies | None = None
+        self.keys: KeyExchange | None = None
+        self.limits: SyncedLimits | None = None
+        if sources is None:
+            return
         folder = self._file("usage")
-        if sources.usage is not None and folder is not None:
+        if folder is not None:
             self._usage_copies = UsageCopies(sources.usage, folder, count_failure)
             self.usage.keep = self._usage_copies.keep
-        self.keys: KeyExchange | None = None
-        if sources.keys is not None:
-            file = self._file("keys.json")
-            self.keys = KeyExchange(settings.issued_keys, sources.keys, file, count_failure)
-        self.limits: SyncedLimits | None = None
-        if sources.limits is not None:
-            self.limits = SyncedLimits(
-                sources.limits,
-                self._use_policies,
-                self._file("tenants.json"),
-                settings.tenants_file,
-                count_failure,
-            )
-            settings.policies.expect()
-            self.limits.on_table.append(settings.policies.adopt)
+        file = self._file("keys.json")
+        self.keys = KeyExchange(self.access.issued_keys, sources.keys, file, count_failure)
+        self.limits = SyncedLimits(
+            sources.limits,
+            self._use_policies,
+            self._file("tenants.json"),
+            self.policies.file,
+            count_failure,
+        )
+        self.policies.expect()
+        self.limits.on_table.append(self.policies.adopt)
 
     def _file(self, name: str) -> Path | None:
         """Return the path of a file in the state folder; None without one."""
         return Path(self.settings.state_dir) / name if self.settings.state_dir else None
 
     def _use_policies(self, policies: Mapping[str, Limits]) -> None:
-        self.settings.policies.replace(policies)
+        self.policies.replace(policies)
         self.quotas.quotas.set_limits(policies)
 
     @contextlib.asynccontextmanager
@@ -169,7 +178,7 @@ class Process:
             yield
 
     async def _start(self) -> None:
-        if self.keys is not None and self.settings.api_keys is not None:
+        if self.keys is not None and self.access.needs_key:
             await self.keys.start()
         if self.limits is not None:
             await self.limits.start()

@@ -16,11 +16,12 @@ from baton.text.tools import Tool, ToolSyntax, conversation
 from baton.types.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from baton.types.params import AdapterRef
 from router.adapter_table import AdapterTable
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 _LOG = logging.getLogger(__name__)
 _CUT_CHARACTERS = 2**19  # of any text that is cut, which takes a third of a second
 _CUT_CHARACTERS_PER_TOKEN = 16  # of the context, if that is more
+_SLICE_IDS = 65_536
 
 
 class ServedModel:
@@ -69,7 +70,7 @@ class ServedModel:
         self._warn_of_unknown_ids()
 
     @classmethod
-    def load(cls, settings: RouterSettings) -> "ServedModel":
+    def load(cls, settings: LaneSettings) -> "ServedModel":
         """Load the model of the settings from files. Blocks."""
         template = settings.chat_template
         artifact = resolve_model(
@@ -300,7 +301,9 @@ class ServedModel:
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Reject token ids outside the vocabulary, from clients or from the tokenizer."""
-        largest = max(ids, default=0)
+        # in slices, because one call for millions of ids would hold the interpreter
+        slices = (ids[begin : begin + _SLICE_IDS] for begin in range(0, len(ids), _SLICE_IDS))
+        largest = max(map(max, slices), default=0)
         if largest >= self.vocab_size:
             text = self.tokenizer.token_text(largest)
             raise InvalidRequestError.at(
@@ -364,6 +367,6 @@ class ServedModel:
 
 def not_served(name: str, served: Sequence[str], shown: int = 1) -> ModelNotFoundError:
     """Return the error for a name that is not served, which shows so many that are."""
-    usable = [one for one in served if one != name][:shown]
+    usable = [other for other in served if other != name][:shown]
     hint = f"; this fleet serves {', '.join(map(repr, usable))}" if usable else ""
     return ModelNotFoundError.at("model", f"{name[:200]!r} is not served{hint}")

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from baton.registry.admin_commands import AdminCommands
 from baton.registry.event_feed import EventFeed
@@ -21,42 +21,37 @@ from baton.tenants.quotas import SharedQuotas
 from baton.tenants.shared_keys import SharedKeys
 from baton.tenants.shared_limits import SharedLimits
 from baton.tenants.usage.shared import SharedUsage
-from router.routing.peers.share_feed import DemandSource
-from router.routing.placement.index_feed import EventSource
-from router.routing.requests.tickets import TicketSource
-from router.routing.workers.table import WorkerDirectory
-from router.settings import RouterSettings
-from router.tenants.quota_feed import QuotaSource
+from router.settings import LaneSettings, ProcessSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Tables of the fleet that all lanes of a router use. A router runs without any of them.
+    """Tables of the fleet that all lanes of a router use. A router without Redis has none.
 
     Attributes:
         keys: API keys of ``baton keys``, which count if the fleet requires keys.
-        limits: Limits of tenants; None: there are none.
+        limits: Limits of tenants.
         quotas: Banks from which routers lease parts of the limits.
-        usage: Usage of all routers and workers; None: this router's is not exported.
-        erasures: Reports about deletions of tenants; None: tenants cannot be deleted.
-        routes: Aliases and canaries; None: names lead to the models of these names.
-        gates: Evidence about canaries; None: no canary is rolled back automatically.
-        responses: Responses for later turns; None: responses are not stored.
+        usage: Usage of all routers and workers.
+        erasures: Reports about deletions of tenants.
+        routes: Aliases, canaries and shadows.
+        gates: Evidence about canaries.
+        responses: Responses for later turns.
     """
 
-    keys: SharedKeys | None = None
-    limits: SharedLimits | None = None
-    quotas: QuotaSource | None = None
-    usage: SharedUsage | None = None
-    erasures: Erasures | None = None
-    audit: AuditLog | None = None
-    routes: SharedRoutes | None = None
-    gates: SharedGates | None = None
-    responses: StoredResponses | None = None
+    keys: SharedKeys
+    limits: SharedLimits
+    quotas: SharedQuotas
+    usage: SharedUsage
+    erasures: Erasures
+    audit: AuditLog
+    routes: SharedRoutes
+    gates: SharedGates
+    responses: StoredResponses
 
     @classmethod
     def of(
-        cls, settings: RouterSettings, registry: Registry, export: Callable[[bytes], None]
+        cls, settings: ProcessSettings, registry: Registry, export: Callable[[bytes], None]
     ) -> Self:
         """Return the sources in a registry; ``export`` receives the entries of the audit log."""
         kept = settings.clients.stored_responses
@@ -80,37 +75,46 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneSources:
-    """Sources of one lane. Only ``directory`` is required.
+class LaneTables:
+    """Tables of the fleet that one lane uses. A router without Redis has none.
 
     Attributes:
-        directory: List of the workers.
-        events: KV events for the prefix index; None: routing without an index.
+        events: KV events for the prefix index.
         adapters: Table of the adapters that were loaded at run time.
         tickets: Common order of the requests of all routers.
-        demands: Demands of all routers, which share limits; None: separate limits.
+        demands: Demands of all routers, which share limits.
         commands: Queue of admin commands for the lane's controller.
     """
 
-    directory: WorkerDirectory
-    events: EventSource | None = None
-    adapters: SharedAdapters | None = None
-    tickets: TicketSource | None = None
-    demands: DemandSource | None = None
-    commands: AdminCommands | None = None
+    events: EventFeed
+    adapters: SharedAdapters
+    tickets: Registry
+    demands: RouterDemands
+    commands: AdminCommands
 
     @classmethod
-    def of(cls, settings: RouterSettings, registry: Registry) -> Self:
-        """Return the sources of a lane in its registry."""
-        folder = settings.lane_dir
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        last_known = folder / "workers.json" if folder is not None else None
+    def of(cls, registry: Registry) -> Self:
+        """Return the tables in the registry of a lane."""
         return cls(
-            directory=RegistryWatcher(registry, last_known),
             events=EventFeed(registry),
             adapters=SharedAdapters(registry),
             tickets=registry,
             demands=RouterDemands(registry),
             commands=AdminCommands(registry),
         )
+
+
+class LaneSources(NamedTuple):
+    """Sources of one lane: the list of its workers, and its tables; None without Redis."""
+
+    directory: RegistryWatcher
+    tables: LaneTables | None
+
+    @classmethod
+    def of(cls, process: ProcessSettings, settings: LaneSettings, registry: Registry) -> Self:
+        """Return the sources of a lane in its registry."""
+        folder = process.lane_dir(settings.fleet)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        last_known = folder / "workers.json" if folder is not None else None
+        return cls(RegistryWatcher(registry, last_known), LaneTables.of(registry))

@@ -21,9 +21,15 @@ import httpx._transports.default as httpx_default
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+import tests.soak  # noqa: F401 - selects hypothesis' profile
+
 TOGETHER = ("tests/e2e/", "tests/hosts/")
 # A context reads all certificates of the system, which takes 25 ms; tests open hundreds of clients.
 httpx_default.create_ssl_context = functools.cache(httpx_default.create_ssl_context)
+
+COSTLY_CPU_S = 3.0
+"""Most CPU seconds of a quick test on the fastest CPU, unless it is marked."""
+SLOWEST_CPU = 2.0  # this many times as long as the fastest
 
 SLOW_LIMIT_S = 600.0  # where a test names none: its neighbours are as slow
 
@@ -70,6 +76,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Note the CPU seconds of the test itself, without its fixtures."""
+    began_s = _cpu_s()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("call_cpu_s", _cpu_s() - began_s))
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     report = yield
     if call.when == "teardown":
@@ -81,6 +97,20 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def _cpu_s() -> float:
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run that keeps CPU seconds if a test without the marker ``costly`` takes too many."""
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if "BATON_CPU_TIMES" not in os.environ or terminal is None:
+        return
+    for report in terminal.stats.get("passed", ()):
+        taken_s = dict(report.user_properties).get("call_cpu_s", 0.0)
+        if taken_s > COSTLY_CPU_S * SLOWEST_CPU and "costly" not in report.keywords:
+            terminal.section(f"{report.nodeid} takes {taken_s:.1f} CPU seconds")
+            terminal.line(f"make it cheaper than {COSTLY_CPU_S:g}, or mark it `costly` or `long`")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

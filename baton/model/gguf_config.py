@@ -85,10 +85,7 @@ def _rope_type(architecture: str, meta: Mapping[str, Any]) -> str:
 
 
 def read_config(
-    path: Path,
-    architecture: str,
-    meta: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
+    path: Path, architecture: str, meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> ModelConfig:
     """Return the configuration of a model; unknown architectures are read like Llama.
 
@@ -96,10 +93,10 @@ def read_config(
     """
 
     def value(key: str, default: Any = None) -> Any:
-        found = meta.get(f"{architecture}.{key}", default)
-        if found is None:
+        raw = meta.get(f"{architecture}.{key}", default)
+        if raw is None:
             raise ModelError(f"{path}: metadata {architecture}.{key} is missing")
-        return found
+        return raw
 
     if "token_embd.weight" not in shapes:
         raise ModelError(f"{path}: tensor token_embd.weight is missing")
@@ -148,7 +145,7 @@ def _ends(meta: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     its text, whatever its type; but ``</s>`` that is no control token is HTML (Gemma).
     """
     named = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in _END_KEYS)
-    found = dict.fromkeys(int(token) for token in named if token is not None)
+    token_ids = dict.fromkeys(int(token) for token in named if token is not None)
     texts = meta.get("tokenizer.ggml.tokens", ())
     types = meta.get("tokenizer.ggml.token_type", ())
     known = {text: i for i, text in enumerate(texts[:vocab_size]) if text in _END_TEXTS}
@@ -156,7 +153,7 @@ def _ends(meta: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
         del known["</s>"]
     if known.keys() >= _ENDS_OF_CHANNELS:  # behind `<|end|>` the answer continues
         del known["<|end|>"]
-    return tuple({**found, **dict.fromkeys(known.values())})
+    return tuple({**token_ids, **dict.fromkeys(known.values())})
 
 
 def _gemma_27b_scale(layers: int, heads: int, hidden: int) -> float | None:

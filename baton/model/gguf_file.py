@@ -91,9 +91,9 @@ class _Reader:
         if not isinstance(alignment, int) or alignment <= 0:
             raise ValueError(f"general.alignment = {alignment!r}")
         begin = -(-self._at // alignment) * alignment
-        found = [self._tensor(begin, *info) for info in infos]
-        _refuse_overlaps(found)
-        return GgufFile(metadata, found)
+        located = [self._tensor(begin, *info) for info in infos]
+        _refuse_overlaps(located)
+        return GgufFile(metadata, located)
 
     def _take(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from(f"<{form}", self._bytes, self._at)
@@ -127,18 +127,18 @@ class _Reader:
 
     def _strings(self, count: int) -> list[str]:
         """Read many strings without a function call for each."""
-        found = []
+        strings = []
         data = self._bytes
         at = self._at
         length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):
             begin = at + 8
             at = begin + length_at(data, at)[0]
-            found.append(str(data[begin:at], "utf-8"))
+            strings.append(str(data[begin:at], "utf-8"))
         if at > len(data):
             raise ValueError("a string ends after the file")
         self._at = at
-        return found
+        return strings
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()

@@ -31,13 +31,13 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
     ``tokenizer_config.json`` takes precedence over ``special_tokens_map.json``.
     """
-    found: dict[str, str] = {}
+    special: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         for name, value in read_json(folder / file).items():
             text = _text(value)
             if name.endswith(_SUFFIX) and text is not None:
-                found[name] = text
-    return found
+                special[name] = text
+    return special
 
 
 def _text(value: Any) -> str | None:
@@ -61,10 +61,10 @@ def with_end(config: ModelConfig, tokenizer: str, end: str) -> ModelConfig:
 
 def _id_of(tokenizer: str, text: str) -> int | None:
     try:  # skips the vocabulary, which is nearly all of the file
-        found = msgspec.json.decode(tokenizer, type=_Tokenizer)
-        for added in found.added_tokens:
+        decoded = msgspec.json.decode(tokenizer, type=_Tokenizer)
+        for added in decoded.added_tokens:
             if added.content == text:
                 return added.id
-        return msgspec.json.decode(found.model, type=_Model).vocab.get(text)
+        return msgspec.json.decode(decoded.model, type=_Model).vocab.get(text)
     except msgspec.DecodeError:  # reading the tokenizer reports it
         return None

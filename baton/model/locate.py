@@ -79,8 +79,8 @@ def _locate_in_package(reference: str) -> tuple[Path, str | None]:
         return _assembled(reference, package, version), version
     path = (folder / inner).resolve()
     if not path.is_relative_to(folder) or not path.exists():
-        found = ", ".join(sorted(p.name for p in folder.glob("*.gguf"))) or "no .gguf file"
-        raise ModelError(f"{reference}: no file {inner!r} in {folder} (it contains {found})")
+        files = ", ".join(sorted(p.name for p in folder.glob("*.gguf"))) or "no .gguf file"
+        raise ModelError(f"{reference}: no file {inner!r} in {folder} (it contains {files})")
     return path, version
 
 

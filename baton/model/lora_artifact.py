@@ -92,8 +92,8 @@ class AdapterArtifact:
     @property
     def targets(self) -> tuple[str, ...]:
         """Names of the projections changed in any layer."""
-        found = {part.target for part in self.weights}
-        return tuple(target for target in TARGETS if target in found)
+        adapted = {part.target for part in self.weights}
+        return tuple(target for target in TARGETS if target in adapted)
 
 
 def target_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -166,48 +166,50 @@ def _parse_config(file: Path, raw: bytes) -> Mapping[str, Any]:
 
 
 def _problems(settings: Mapping[str, Any]) -> "list[str]":
-    found = []
+    problems = []
     kind = settings.get("peft_type")
     if kind != "LORA":
-        found.append(f"peft_type is {kind!r}; only LORA is supported")
+        problems.append(f"peft_type is {kind!r}; only LORA is supported")
     if settings.get("task_type") not in (None, "CAUSAL_LM"):
-        found.append(f"task_type {settings['task_type']!r} is not supported (only CAUSAL_LM)")
+        problems.append(f"task_type {settings['task_type']!r} is not supported (only CAUSAL_LM)")
     if settings.get("bias", "none") != "none":
-        found.append(f"bias is {settings['bias']!r}; only 'none' is supported")
+        problems.append(f"bias is {settings['bias']!r}; only 'none' is supported")
     if not _is_count(settings.get("r")):
-        found.append(f"r is {settings.get('r')!r}; it must be a positive whole number")
+        problems.append(f"r is {settings.get('r')!r}; it must be a positive whole number")
     if not _is_number(settings.get("lora_alpha")):
-        found.append(f"lora_alpha is {settings.get('lora_alpha')!r}; it must be a number")
+        problems.append(f"lora_alpha is {settings.get('lora_alpha')!r}; it must be a number")
     start = str(settings.get("init_lora_weights", True)).lower()
     if start.startswith(_CHANGED_BASE):
-        found.append(f"init_lora_weights {start!r} changes the base weights: not supported")
-    found += _pattern_problems(settings)
+        problems.append(f"init_lora_weights {start!r} changes the base weights: not supported")
+    problems += _pattern_problems(settings)
     targets = settings.get("target_modules")
     if isinstance(targets, list):
         unknown = [name for name in targets if str(name).rsplit(".", 1)[-1] not in TARGETS]
         if unknown:
-            found.append(f"target_modules {unknown[:4]} cannot be changed (only {list(TARGETS)})")
+            problems.append(
+                f"target_modules {unknown[:4]} cannot be changed (only {list(TARGETS)})"
+            )
     elif targets is not None and not isinstance(targets, str):
-        found.append(f"target_modules is {targets!r}; it must be a list or a string")
+        problems.append(f"target_modules is {targets!r}; it must be a list or a string")
     for key, value in settings.items():
         if key not in _HARMLESS and value not in (None, False, [], {}, ""):
-            found.append(f"{str(key)[:80]!r} = {str(value)[:80]} is not supported")
-    return found
+            problems.append(f"{str(key)[:80]!r} = {str(value)[:80]} is not supported")
+    return problems
 
 
 def _pattern_problems(settings: Mapping[str, Any]) -> list[str]:
-    found = []
+    problems = []
     for key, fits in (("rank_pattern", _is_count), ("alpha_pattern", _is_number)):
         patterns = settings.get(key) or {}
         if not isinstance(patterns, dict):
-            found.append(f"{key} must be an object")
+            problems.append(f"{key} must be an object")
             continue
         for name, value in patterns.items():
             if not _PATTERN_KEY.fullmatch(name):  # regular expressions of users are never executed
-                found.append(f"{key}: {name[:80]!r} is not a plain module name: not supported")
+                problems.append(f"{key}: {name[:80]!r} is not a plain module name: not supported")
             elif not fits(value):
-                found.append(f"{key}: {name!r} has invalid value {value!r}")
-    return found
+                problems.append(f"{key}: {name!r} has invalid value {value!r}")
+    return problems
 
 
 def _is_count(value: object) -> bool:

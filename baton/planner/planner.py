@@ -153,8 +153,6 @@ class Planner:
                 able.append(worker)
         return min(able, key=lambda one: (one.streams, one.queued_tokens), default=None)
 
-    # --- figures ---------------------------------------------------------------------------------
-
     def _figures(self) -> Figures | str:
         """Return the figures of now, or why there are none."""
         window = self._window
@@ -220,8 +218,6 @@ class Planner:
         room_s = DECODE_SHARE * self._limits.itl_s - line.step_s
         by_time = (streams * line.row_s + tokens * line.context_s) / room_s
         return max(by_time, streams / self._max_streams)
-
-    # --- where to go -----------------------------------------------------------------------------
 
     def _choose_role(self, figures: Figures) -> tuple[Role | None, str]:
         """Return the role that needs one more worker and can have it, and the reason."""

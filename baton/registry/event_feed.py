@@ -146,7 +146,7 @@ class EventFeed:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._machine = FeedMachine()
-        self._positions = registry.streams.beginning()
+        self._positions = registry.blocks.streams.beginning()
         self._birth: bytes | None = None
         self._refreshes: dict[bytes, bytes] = {}
         self._turn = 0
@@ -188,15 +188,15 @@ class EventFeed:
         if beat:
             await self._notice_another_life(now_s)
             before = self._refreshes
-            self._refreshes = await self._registry.refreshes()
-            anew = {one for one, at in self._refreshes.items() if before.get(one) != at}
+            self._refreshes = await self._registry.blocks.refreshes()
+            anew = {life for life, at in self._refreshes.items() if before.get(life) != at}
             yield Refreshed(incarnations=anew)
             self._turn = (self._turn + 1) % _MARK_TURNS
-            due = [one for one in self._refreshes if one[0] % _MARK_TURNS == self._turn]
-            marks = [part async for part in self._registry.marks(due)]
+            due = [life for life in self._refreshes if life[0] % _MARK_TURNS == self._turn]
+            marks = [part async for part in self._registry.blocks.marks(due)]
         while True:
             after = self._positions
-            after, entries = await self._registry.read_streams(after, _STREAM_READ, wait_s)
+            after, entries = await self._registry.blocks.read_streams(after, _STREAM_READ, wait_s)
             if not entries:
                 break
             self._positions = after
@@ -223,7 +223,7 @@ class EventFeed:
 
     async def _notice_another_life(self, now_s: float) -> None:
         birth = await self._registry.birth()
-        tops = await self._registry.stream_tops()
+        tops = await self._registry.blocks.stream_tops()
         after = self._positions
         came_back_old = any(stream_order(tops[key]) < stream_order(after[key]) for key in tops)
         if birth != self._birth or came_back_old:
@@ -232,7 +232,7 @@ class EventFeed:
             self._birth = birth
 
     async def _read_snapshot(self, incarnation: bytes) -> list[FeedItem]:
-        answer = await self._registry.snapshot(incarnation)
+        answer = await self._registry.blocks.snapshot(incarnation)
         if answer is None:
             return []  # the worker will publish it, or the incarnation will be dropped
         snapshot, checksum = answer

@@ -67,13 +67,13 @@ class SharedGates:
         call = ("EVAL", _EXCHANGE, 2, *keys, router_id, _LEASE_MS, _KEPT_MS, number, *added)
         ((runner, flat),) = await self._registry.send(call)
         raw = {bytes(flat[i]): bytes(flat[i + 1]) for i in range(0, len(flat), 2)}
-        found = raw.pop(b"round", None)
-        return GateSums(_evidence(raw), bytes(runner) == router_id.encode(), self._round(found))
+        golden = raw.pop(b"round", None)
+        return GateSums(_evidence(raw), bytes(runner) == router_id.encode(), self._round(golden))
 
-    async def put_round(self, name: str, since_ms: int, found: GoldenRound) -> None:
+    async def put_round(self, name: str, since_ms: int, golden: GoldenRound) -> None:
         """Write the last round of golden prompts."""
         key = self._key(name, since_ms)
-        raw = msgspec.json.encode(found)
+        raw = msgspec.json.encode(golden)
         await self._registry.send(("HSET", key, "round", raw), ("PEXPIRE", key, _KEPT_MS))
 
     def _round(self, raw: bytes | None) -> GoldenRound | None:
@@ -97,14 +97,14 @@ def _fields(side: str, tally: Tally) -> dict[str, int]:
 
 
 def _evidence(raw: dict[bytes, bytes]) -> Evidence:
-    found = Evidence()
+    evidence = Evidence()
     for field, value in raw.items():
         side, kind, *bucket = field.decode().split(".")
         if side == "seen":
             continue
-        tally = found.canary if side == "canary" else found.stable
+        tally = evidence.canary if side == "canary" else evidence.stable
         if kind in _COUNTS:
             setattr(tally, kind, int(value))
         else:
             (tally.ttft if kind == "ttft" else tally.itl)[int(bucket[0])] = int(value)
-    return found
+    return evidence

@@ -9,13 +9,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from baton.registry.redis_store import (
-    BATCH_HASHES,
-    CHUNK_HASHES,
-    Registry,
-    RegistryUnavailableError,
-)
+from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import EventBatch, Snapshot, hashes_checksum
+from baton.registry.worker_blocks import BATCH_HASHES, CHUNK_HASHES
 from baton.telemetry.tasks import BackgroundTasks
 
 REFRESH_S = 1.0
@@ -163,11 +159,6 @@ class KvEventPublisher:
         """Number of the last batch or snapshot sent to Redis."""
         return self._ledger.sequence
 
-    @property
-    def checksum(self) -> int:
-        """Checksum of the set after that number."""
-        return self._ledger.checksum
-
     def start(self) -> None:
         """Start publishing. Needs a running event loop."""
         if self._task is None:
@@ -212,7 +203,7 @@ class KvEventPublisher:
     async def _refresh(self) -> None:
         """Refresh the keys; publish everything if Redis has something else."""
         ledger = self._ledger
-        in_redis = await self._registry.refresh(ledger.incarnation)
+        in_redis = await self._registry.blocks.refresh(ledger.incarnation)
         if in_redis != (ledger.sequence, ledger.checksum, ledger.values, ledger.batches):
             ledger.lost()
 
@@ -221,10 +212,10 @@ class KvEventPublisher:
         while self._ledger.pending:
             if self._ledger.needs_snapshot:
                 snapshot = self._ledger.take_snapshot()
-                await self._registry.publish_snapshot(snapshot, self._ledger.checksum)
+                await self._registry.blocks.publish_snapshot(snapshot, self._ledger.checksum)
                 self.snapshots += 1
             else:
                 batch = self._ledger.take_batch()
-                await self._registry.publish(batch, self._ledger.checksum)
+                await self._registry.blocks.publish(batch, self._ledger.checksum)
         if (fold := self._ledger.take_fold()) is not None:
-            await self._registry.fold(fold)
+            await self._registry.blocks.fold(fold)

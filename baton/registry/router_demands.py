@@ -61,15 +61,15 @@ class RouterDemands:
     async def exchange(self, router_id: str, own: RouterDemand) -> dict[str, RouterDemand]:
         """Report the load of one router and return the loads of all others."""
         key = self._registry.key("routers")
-        _, found, _, plan = await self._registry.send(
+        _, raws, _, plan = await self._registry.send(
             ("HSET", key, router_id, msgspec.msgpack.encode(own)),
             ("HGETALL", key),
             ("PEXPIRE", key, _TTL_MS),
             ("GET", self._registry.key("plan")),
         )
         self.plan = self._readable_plan(plan)
-        names = self._registry.names_in(found)
-        return self._readable({name: found[raw] for name, raw in names.items()}, router_id)
+        names = self._registry.names_in(raws)
+        return self._readable({name: raws[raw] for name, raw in names.items()}, router_id)
 
     async def report_plan(self, plan: PlannedSizes) -> None:
         """Report the result of the planner; it is valid for ten seconds."""
@@ -86,13 +86,13 @@ class RouterDemands:
 
     async def read(self) -> dict[str, RouterDemand]:
         """Return the loads of all routers, also of some that are gone."""
-        (found,) = await self._registry.send(("HGETALL", self._registry.key("routers")))
-        names = self._registry.names_in(found)
-        return self._readable({name: found[raw] for name, raw in names.items()}, "")
+        (raws,) = await self._registry.send(("HGETALL", self._registry.key("routers")))
+        names = self._registry.names_in(raws)
+        return self._readable({name: raws[raw] for name, raw in names.items()}, "")
 
-    def _readable(self, found: Mapping[str, bytes], own_id: str) -> dict[str, RouterDemand]:
+    def _readable(self, raws: Mapping[str, bytes], own_id: str) -> dict[str, RouterDemand]:
         demands = {}
-        for router_id, raw in found.items():
+        for router_id, raw in raws.items():
             try:
                 if router_id != own_id:
                     demands[router_id] = msgspec.msgpack.decode(raw, type=RouterDemand)

@@ -142,8 +142,8 @@ class StoredResponses:
         cursor = b"0"
         while True:
             call = ("SCAN", cursor, "MATCH", prefix + b"*", "COUNT", _SCANNED)
-            ((cursor, found),) = await self._registry.send(call)
-            for key in found:
+            ((cursor, keys),) = await self._registry.send(call)
+            for key in keys:
                 count += bool(await self._run("delete", tenant, key.decode()[len(prefix) :]))
             if int(cursor) == 0:
                 return count

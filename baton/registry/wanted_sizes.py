@@ -28,14 +28,14 @@ async def read(registry: Registry, of: str) -> Wanted:
     (raw,) = await registry.send(("GET", registry.key("wanted")))
     if raw is not None:
         try:
-            found = msgspec.msgpack.decode(raw, type=Wanted)
+            wanted = msgspec.msgpack.decode(raw, type=Wanted)
         except msgspec.DecodeError as error:
             registry.skip("wanted", str(error))
         else:
-            if found.of == of:
-                return found
-            nodes = found.closed_nodes
-            return Wanted(of=of, closed_nodes=nodes, drained=found.drained, auto=found.auto)
+            if wanted.of == of:
+                return wanted
+            nodes = wanted.closed_nodes
+            return Wanted(of=of, closed_nodes=nodes, drained=wanted.drained, auto=wanted.auto)
     return Wanted(of=of)
 
 

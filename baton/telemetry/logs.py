@@ -42,7 +42,6 @@ def set_up_logs(
     stream: TextIO | None = None,
     *,
     before: str = "",
-    level: int = logging.INFO,
     fields: Mapping[str, str] = _NO_FIELDS,
 ) -> None:
     """Send this process's log to one stream, replacing any earlier configuration.
@@ -51,13 +50,12 @@ def set_up_logs(
         layout: Text, or one JSON object per line.
         stream: Standard error by default.
         before: Text before the level: the pid, where several processes share a file.
-        level: Lowest level that is written.
         fields: Fields of every JSON object, such as ``fleet`` and ``worker``.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.addFilter(add_ids)
     handler.setFormatter(_JsonLines(fields) if layout == "json" else _TextLines(before))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 @contextmanager

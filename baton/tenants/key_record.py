@@ -68,14 +68,14 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return 0 < self.expires_ms < now_ms - FORGET_AFTER_MS
 
 
-def joined(one: KeyRecord, other: KeyRecord) -> KeyRecord:
+def joined(copy: KeyRecord, other: KeyRecord) -> KeyRecord:
     """Return the record that has the earlier end of two copies, in either order."""
-    first = min(one, other, key=lambda record: (record.created_ms, record.sha256))
+    first = min(copy, other, key=lambda record: (record.created_ms, record.sha256))
     return msgspec.structs.replace(
         first,
-        replaced_by=max(one.replaced_by, other.replaced_by),
-        retires_ms=_earliest(one.retires_ms, other.retires_ms),
-        revoked_ms=_earliest(one.revoked_ms, other.revoked_ms),
+        replaced_by=max(copy.replaced_by, other.replaced_by),
+        retires_ms=_earliest(copy.retires_ms, other.retires_ms),
+        revoked_ms=_earliest(copy.revoked_ms, other.revoked_ms),
     )
 
 

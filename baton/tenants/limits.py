@@ -60,14 +60,14 @@ class Limits(
     @property
     def amounts(self) -> dict[str, int]:
         """Amounts that routers count, by name."""
-        found = {
+        amounts = {
             "rpm": self.rpm,
             "tpm": self.tpm,
             "tpd": self.tpd,
             "concurrent": self.concurrent,
             "budget": self.budget.tokens if self.budget is not None else None,
         }
-        return {name: amount for name, amount in found.items() if amount is not None}
+        return {name: amount for name, amount in amounts.items() if amount is not None}
 
     def fields(self) -> dict[str, Any]:
         """Return all fields as JSON values, also those that are None."""

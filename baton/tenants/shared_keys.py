@@ -93,18 +93,18 @@ class SharedKeys:
         if not names:
             return {}
         (raws,) = await self._registry.send(("HMGET", self._table, *names))
-        found = zip(names, raws, strict=True)
-        return {name: bytes(raw) for name, raw in found if raw is not None}
+        pairs = zip(names, raws, strict=True)
+        return {name: bytes(raw) for name, raw in pairs if raw is not None}
 
     async def records(self) -> AsyncIterator[dict[str, bytes]]:
         """Yield the records by id, undecoded, in slices."""
         cursor = 0
         while True:
-            ((cursor, found),) = await self._registry.send(
+            ((cursor, raws),) = await self._registry.send(
                 ("HSCAN", self._table, cursor, "COUNT", _SLICE)
             )
-            names = self._registry.names_in(found)
-            yield {name: bytes(found[raw]) for name, raw in names.items()}
+            names = self._registry.names_in(raws)
+            yield {name: bytes(raws[raw]) for name, raw in names.items()}
             if not int(cursor):
                 return
 
@@ -146,9 +146,9 @@ class SharedKeys:
 
     async def used(self) -> dict[str, int]:
         """Return the last day of use by id."""
-        (found,) = await self._registry.send(("HGETALL", self._used))
-        names = self._registry.names_in(found)
-        return {name: int(found[raw]) for name, raw in names.items() if found[raw].isdigit()}
+        (raw_days,) = await self._registry.send(("HGETALL", self._used))
+        names = self._registry.names_in(raw_days)
+        return {name: int(raw_days[raw]) for name, raw in names.items() if raw_days[raw].isdigit()}
 
     async def note_used(self, days: Mapping[str, int]) -> None:
         """Write the last day of use of some keys."""

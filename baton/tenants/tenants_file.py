@@ -80,7 +80,7 @@ def read_tenants(file: Path) -> dict[str, Limits]:
         data, lines = parse_yaml(text, "a file of tenants", lambda path: path)
     except YamlTextError as error:
         raise SecretError(f"{file}:{error}") from error
-    found = {}
+    policies = {}
     for tenant, fields in data.items():
         where = f"{file}:{lines[tenant,]}: {tenant[:80]}"
         if _TENANT.fullmatch(tenant) is None:
@@ -89,7 +89,7 @@ def read_tenants(file: Path) -> dict[str, Limits]:
                 "'.' and '-'"
             )
         try:
-            found[tenant] = msgspec.convert(fields, Limits)
+            policies[tenant] = msgspec.convert(fields, Limits)
         except msgspec.ValidationError as error:
             raise SecretError(f"{where}: {error}") from error
-    return found
+    return policies

@@ -9,7 +9,7 @@ for every grouping of tokens into calls.
 """
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from baton.text.tokenizer import TextTokenizer
 
@@ -110,10 +110,6 @@ class Detokenizer:
         if token_id in self._shown_ids:
             return self._tokenizer.token_bytes(token_id)
         return self._tokenizer.shown_bytes(token_id)
-
-    def push_all(self, token_ids: Iterable[int]) -> str:
-        """Add many tokens; nothing is added after a stop string."""
-        return "".join(map(self.push, token_ids))
 
     def finish(self, stop_token: int | None = None) -> str:
         """Return held text at the end of the tokens, without an incomplete character.

@@ -9,7 +9,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 LONG_CHARACTERS = 8 * 1024
 """Shorter texts are encoded faster than they are split."""
@@ -43,7 +43,7 @@ class SegmentEncoder:
     def __init__(self, encode: Encode, special: Mapping[str, int]) -> None:
         self._encode = encode
         longest_first = sorted(special, key=len, reverse=True)
-        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        self._special = re.compile("|".join(map(re.escape, longest_first)))
         self._kept: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
         self._kept_characters = 0
         self._lock = threading.Lock()
@@ -55,18 +55,27 @@ class SegmentEncoder:
         show whether another tenant sent it.
         """
         ids: list[int] = []
-        short: list[str] = []
-        for segment in self._special.split(text):
-            if len(segment) < _KEPT_CHARACTERS:
-                short.append(segment)
-                continue
-            ids += self._joined(short)
-            short = []
-            ids += self._segment(segment, scope)
-        return ids + self._joined(short)
+        begin = 0  # of the text that is not encoded yet
+        for start, end in self._long_segments(text):
+            ids += self._unkept(text[begin:start])
+            ids += self._segment(text[start:end], scope)
+            begin = end
+        return ids + self._unkept(text[begin:])
 
-    def _joined(self, texts: Iterable[str]) -> list[int]:
-        text = "".join(texts)
+    def _long_segments(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield the start and end of each segment that is kept.
+
+        One match at a time: a call that splits the whole text would hold the interpreter.
+        """
+        start = 0
+        for match in self._special.finditer(text):
+            if match.start() - start >= _KEPT_CHARACTERS:
+                yield start, match.start()
+            start = match.end()
+        if len(text) - start >= _KEPT_CHARACTERS:
+            yield start, len(text)
+
+    def _unkept(self, text: str) -> list[int]:
         return self._encode(text) if text else []
 
     def _segment(self, segment: str, scope: str) -> "array[int]":

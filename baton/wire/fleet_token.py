@@ -62,8 +62,8 @@ class FleetToken:
 
     def accepts(self, shown: str) -> bool:
         """Return whether ``shown`` is a valid token, comparing in constant time with each."""
-        found = [compare_digest(shown.encode(), token.encode()) for token in self._now()]
-        return any(found)
+        matches = [compare_digest(shown.encode(), token.encode()) for token in self._now()]
+        return any(matches)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.accepted)} valid)"

@@ -138,16 +138,16 @@ def _contents(file: str, what: str) -> bytes:
 def _check_time(file: str) -> None:
     from cryptography import x509  # slow to import: only with TLS
 
-    found = x509.load_pem_x509_certificate(_contents(file, "the certificate"))
+    certificate = x509.load_pem_x509_certificate(_contents(file, "the certificate"))
     now = datetime.now(UTC)
-    if found.not_valid_after_utc < now:
+    if certificate.not_valid_after_utc < now:
         raise CertificateError(
-            f"{file} expired on {found.not_valid_after_utc:%Y-%m-%d}; {_RENEW_HINT}"
+            f"{file} expired on {certificate.not_valid_after_utc:%Y-%m-%d}; {_RENEW_HINT}"
         )
-    if found.not_valid_before_utc > now:
+    if certificate.not_valid_before_utc > now:
         raise CertificateError(
-            f"{file} is valid from {found.not_valid_before_utc:%Y-%m-%d %H:%M} UTC, but the clock "
-            f"of this host shows {now:%Y-%m-%d %H:%M}: one of them is wrong"
+            f"{file} is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC, but the "
+            f"clock of this host shows {now:%Y-%m-%d %H:%M}: one of them is wrong"
         )
 
 
@@ -155,10 +155,10 @@ def _check_name(files: TlsFiles) -> None:
     """Check the name here: peers would refuse a wrong one without an error in this process."""
     from cryptography import x509
 
-    found = x509.load_pem_x509_certificate(_contents(files.certificate, "the certificate"))
+    certificate = x509.load_pem_x509_certificate(_contents(files.certificate, "the certificate"))
     names: list[str] = []
     with contextlib.suppress(x509.ExtensionNotFound):
-        extension = found.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
         names = extension.value.get_values_for_type(x509.DNSName)
     if files.name not in names:
         raise CertificateError(

@@ -59,7 +59,7 @@ class Machine:
         """Return the size of the weights that every step reads: all layers and the head."""
         s = self.shape
         head = s.vocab_size * s.hidden_size * self.dtype.itemsize
-        return s.num_layers * s.layer_weights * (1 if fp8 else self.dtype.itemsize) + head
+        return s.num_layers * _layer_weights(s) * (1 if fp8 else self.dtype.itemsize) + head
 
     def free_bytes(self) -> int:
         """Return the free memory, after freeing caches."""
@@ -94,6 +94,12 @@ class Machine:
             work()
         graph.replay()
         return self.timed(graph.replay, repeat)
+
+
+def _layer_weights(shape: DecoderShape) -> int:
+    """Return the number of elements of the four matrices of one layer."""
+    attention = shape.qkv_width + shape.num_heads * shape.head_dim
+    return shape.hidden_size * (attention + 3 * shape.intermediate_size)
 
 
 def _wall(work: Callable[[], object]) -> float:
@@ -222,7 +228,7 @@ def prefill_s(machine: Machine, decoder: CudaDecoder, tokens: int) -> float:
 def prefill_operations(machine: Machine, tokens: int) -> int:
     """Return the operations of the layers' products, causal attention and one row of logits."""
     s = machine.shape
-    products = 2 * tokens * s.num_layers * s.layer_weights
+    products = 2 * tokens * s.num_layers * _layer_weights(s)
     attention = 2 * s.num_layers * tokens * tokens * s.num_heads * s.head_dim
     return products + attention + 2 * s.vocab_size * s.hidden_size
 

@@ -18,7 +18,6 @@ from router.frontend.api.bodies.rendering import rendering_of
 from router.frontend.api.structured_output import requested_grammar
 from router.frontend.api.tool_use.offered import messages_of, offered
 from router.request import GenerationRequest
-from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.native.library import load
 from router.routing.placement.prompt_hashes import native_hashes
 from router.served_model import ServedModel
@@ -86,7 +85,7 @@ def phases_of(raw: bytes, model: ServedModel) -> Phases:
         arrived_ns=0,
         deadline_ns=10**18,
     )
-    placer = placer_of(fleet(2, 2, random.Random(1)), LoadBook())
+    placer = placer_of(fleet(2, 2, random.Random(1)))
     with watch.part("placement"):
         placer.place(request)
     watch.taken["placement"] = max(watch.taken["placement"] - watch.taken["hashes"], 0.0)

@@ -264,12 +264,13 @@ class SteppedWorker(DecodeServicer):
 
 async def serve(redis: str, count: int, step_s: float) -> None:
     """Run the workers until the process is killed."""
-    registry = await Registry.connect(redis, FLEET)
+    registry = Registry(redis, FLEET)
+    await registry.birth()
     workers = [SteppedWorker(f"decode-{place}", step_s) for place in range(count)]
     for worker in workers:
         await worker.start()
         empty = Snapshot(incarnation=worker.incarnation, sequence=1, packed=b"")
-        await registry.publish_snapshot(empty, empty.checksum)
+        await registry.blocks.publish_snapshot(empty, empty.checksum)
         await registry.register(worker.record())
     print("ready", flush=True)
     await asyncio.gather(_refresh(registry, workers), *(worker.run() for worker in workers))
@@ -286,7 +287,7 @@ async def _refresh(registry: Registry, workers: Sequence[SteppedWorker]) -> None
         pairs = (part for worker in workers for part in (now_ms, worker.incarnation))
         await registry.send(("ZADD", registry.key("kv:live"), *pairs))
         for worker in workers[turn::_REFRESH_TURNS]:
-            await registry.refresh(worker.incarnation)
+            await registry.blocks.refresh(worker.incarnation)
             await registry.heartbeat(worker.record())
         turn = (turn + 1) % _REFRESH_TURNS
         await asyncio.sleep(1.0)

@@ -29,7 +29,8 @@ from baton.wire.process_end import exit_process
 from fleet.attached.attachment import Attachment
 from fleet.attached.kinds import kind_of
 from fleet.attached.sources import ServerEntry, ServerSource
-from fleet.pools.resources import worker_settings
+from fleet.pools.resources import ControllerSpec, worker_settings
+from fleet.pools.slots import Launch
 from fleet.worker.settings import WorkerSettings
 
 _LOG = logging.getLogger(__name__)
@@ -48,16 +49,11 @@ class AttachedSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the process.
 
     Attributes:
-        config_json: The fleet's configuration.
+        spec: Arguments that all workers share, with the fleet's configuration.
         number: Number of this process, of all those of the fleet.
     """
 
-    config_json: str
-    redis_url: str
-    fleet_token: str
-    fleet_token_file: str
-    host: str
-    log_dir: str
+    spec: ControllerSpec
     number: int = 0
 
 
@@ -111,7 +107,7 @@ class LaneServers:
 
     async def refuse_commands(self) -> None:
         """Answer admin commands, which a controller executes in other fleets."""
-        registry = Registry(self._settings.redis_url, self._config.fleet)
+        registry = Registry(self._settings.spec.redis_url, self._config.fleet)
         commands = AdminCommands(registry)
         while True:
             with contextlib.suppress(RegistryUnavailableError):
@@ -159,17 +155,9 @@ class LaneServers:
 
     def _worker(self, name: str, entry: ServerEntry, life: int) -> WorkerSettings:
         """Return the settings of a worker's life."""
-        fields = worker_settings(
-            self._config,
-            worker_id=self._worker_id(name),
-            role=entry.role,
-            epoch=self._settings.number * _LIVES + life,
-            redis_url=self._settings.redis_url,
-            fleet_token=self._settings.fleet_token,
-            fleet_token_file=self._settings.fleet_token_file,
-            host=self._settings.host,
-            log_dir=self._settings.log_dir,
-        )
+        epoch = self._settings.number * _LIVES + life
+        launch = Launch(self._worker_id(name), entry.role, epoch)
+        fields = worker_settings(self._config, launch, self._settings.spec)
         fields |= {"label": entry.label, "transports": ["grpc"]}
         return msgspec.convert(fields, WorkerSettings)
 
@@ -201,7 +189,7 @@ async def serve(settings: AttachedSettings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     tasks = BackgroundTasks("attached servers")
-    config = FleetConfig.model_validate_json(settings.config_json)
+    config = FleetConfig.model_validate_json(settings.spec.config_json)
     lanes = [await _lane(one, settings, tasks) for one in config.lanes]
     following = [tasks.keep(one.follow, "servers") for one in lanes]
     following += [tasks.keep(one.refuse_commands, "admin commands") for one in lanes]
@@ -256,7 +244,7 @@ def main() -> None:
     """
     die_with_parent()
     settings = msgspec.json.decode(_first_line(), type=AttachedSettings)
-    config = FleetConfig.model_validate_json(settings.config_json)
+    config = FleetConfig.model_validate_json(settings.spec.config_json)
     set_up_logs(config.logs.format, fields={"fleet": config.fleet})
     exit_process(asyncio.run(serve(settings)))
 

@@ -37,8 +37,8 @@ def ls(
 ) -> None:
     """List the entries, the newest last. The fleet need not run."""
     begin = _begin(since)
-    found = [_fields(line) for line in _lines(_file(fleet))]
-    entries = [one for one in found if datetime.fromisoformat(one["time"]) >= begin]
+    fields = [_fields(line) for line in _lines(_file(fleet))]
+    entries = [one for one in fields if datetime.fromisoformat(one["time"]) >= begin]
     if as_json:
         for entry in entries:
             typer.echo(json.dumps(entry))
@@ -93,15 +93,15 @@ def _known_head(name: str) -> tuple[ChainHead | None, str]:
 
 
 def _file(fleet: str | None) -> Path:
-    found = sorted(fleet_state.home().glob(f"*/{NAME}"))
+    logs = sorted(fleet_state.home().glob(f"*/{NAME}"))
     if fleet is not None:
-        found = [path for path in found if path.parent.name == fleet]
-    if not found:
+        logs = [path for path in logs if path.parent.name == fleet]
+    if not logs:
         fail(f"no audit log in {fleet_state.home()}: it is on the host where `baton up` ran")
-    if len(found) > 1:
-        names = ", ".join(path.parent.name for path in found)
+    if len(logs) > 1:
+        names = ", ".join(path.parent.name for path in logs)
         fail(f"several fleets have an audit log ({names}): select one with --fleet NAME")
-    return found[0]
+    return logs[0]
 
 
 def _lines(path: Path) -> list[bytes]:

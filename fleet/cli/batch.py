@@ -125,9 +125,9 @@ def _fetch(client: httpx.Client, record: dict[str, Any], path: Path) -> None:
 def _json(answer: httpx.Response) -> dict[str, Any]:
     """Return the object in a response, or exit with the router's error message."""
     try:
-        found = answer.json()
+        body = answer.json()
     except ValueError:
-        found = None
-    if not answer.is_success or not isinstance(found, dict):
+        body = None
+    if not answer.is_success or not isinstance(body, dict):
         fail(answer_reason(answer))
-    return found
+    return body

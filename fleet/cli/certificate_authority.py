@@ -7,7 +7,6 @@ DIR/router.pem  HTTPS of routers             router.key  on the routers' hosts
 
 import contextlib
 import ipaddress
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.wire.tls import CertificateError
+from fleet.local.state import write_whole
 
 CA = "ca"
 FLEET = "fleet"
@@ -108,10 +108,10 @@ def _read_ca(folder: Path) -> _Signer:
 
 def _names_in(file: Path) -> list[str]:
     try:
-        found = x509.load_pem_x509_certificate(file.read_bytes())
+        certificate = x509.load_pem_x509_certificate(file.read_bytes())
     except (OSError, ValueError) as error:
         raise CertificateError(f"cannot renew {file}: {error}") from error
-    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     addresses = names.get_values_for_type(x509.IPAddress)
     return [*names.get_values_for_type(x509.DNSName), *map(str, addresses)]
 
@@ -164,18 +164,7 @@ def _write(
 ) -> None:
     """Write the key first: a reader that finds a mismatched pair keeps its old one."""
     raw = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    _replace(folder / f"{kind}.key", raw)
-    _replace(folder / f"{kind}.pem", certificate.public_bytes(serialization.Encoding.PEM))
-
-
-def _replace(file: Path, contents: bytes) -> None:
-    scratch = file.with_name(f"{file.name}.new")
-    scratch.unlink(missing_ok=True)
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(contents)
-    scratch.replace(file)
+    write_whole(folder / f"{kind}.key", raw)
+    write_whole(folder / f"{kind}.pem", certificate.public_bytes(serialization.Encoding.PEM))

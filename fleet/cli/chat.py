@@ -46,9 +46,12 @@ def _talk(client: httpx.Client, prompt: str | None, sampling: dict[str, float]) 
     for question in [prompt] if prompt is not None else _questions():
         messages.append({"role": "user", "content": question})
         answer = _ask(client, messages, sampling)
-        messages = messages[:-1] if answer is None else [*messages, _assistant_message(answer)]
         if answer is None and prompt is not None:
             raise typer.Exit(1)
+        if answer is None:
+            messages.pop()
+        else:
+            messages.append({"role": "assistant", "content": answer})
 
 
 def _questions() -> Any:
@@ -61,10 +64,6 @@ def _questions() -> Any:
             return
         if question:
             yield question
-
-
-def _assistant_message(answer: str) -> dict[str, str]:
-    return {"role": "assistant", "content": answer}
 
 
 def _ask(

@@ -98,7 +98,7 @@ def running_fleet(fleet: str | None) -> FleetState:
     """Return the selected fleet's state; exit with an error if it is not running."""
     state = known_fleet(fleet)
     if state is None or not state.running:
-        running = ", ".join(one.name for one in fleet_state.load_all() if one.running)
+        running = ", ".join(each.name for each in fleet_state.load_all() if each.running)
         if running:
             fail(f"no fleet {fleet} is running on this machine (running: {running})", NOT_RUNNING)
         fail("no fleet is running on this machine: start one with `baton up`", NOT_RUNNING)

@@ -110,31 +110,35 @@ def _show_edges(state: FleetState, *, as_json: bool) -> None:
 def _show_cluster(config: FleetConfig, address: str, *, as_json: bool) -> None:
     call = ClusterCall(verb="examine", address=address, config_json=config.to_json())
     try:
-        found = call_cluster(call, Path(os.devnull), _LIMIT_S).checkup
+        checkup = call_cluster(call, Path(os.devnull), _LIMIT_S).checkup
     except CapacityError as error:
         fail(str(error))
-    if found is None:
+    if checkup is None:
         fail("the cluster did not respond")
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
-        raise typer.Exit(1 if found.problems else 0)
+        typer.echo(msgspec.json.format(msgspec.json.encode(checkup), indent=2))
+        raise typer.Exit(1 if checkup.problems else 0)
     console = Console(soft_wrap=True)
-    wrong = {node for cells in found.rows.values() for node, cell in cells.items() if cell.problem}
-    shown = found.nodes
+    wrong = {
+        node for cells in checkup.rows.values() for node, cell in cells.items() if cell.problem
+    }
+    shown = checkup.nodes
     if len(shown) > _SHOWN_NODES:
         shown = [node for node in shown if node in wrong][:_SHOWN_NODES] or shown[:1]
-        console.print(f"{len(found.nodes)} nodes, {len(wrong)} with findings; shown: {len(shown)}")
-    console.print(_table("", shown, found.rows))
-    between = {source: cells for source, cells in found.edges.items() if source in shown}
+        console.print(
+            f"{len(checkup.nodes)} nodes, {len(wrong)} with findings; shown: {len(shown)}"
+        )
+    console.print(_table("", shown, checkup.rows))
+    between = {source: cells for source, cells in checkup.edges.items() if source in shown}
     if between:
         console.print("bandwidth from the node of the row to the node of the column:")
         console.print(_table("from", shown, between))
-    for problem in found.problems:
+    for problem in checkup.problems:
         console.print(f"[red]!![/] {escape(problem)}")
-    if found.problems:
-        console.print(f"[red]{len(found.problems)} findings[/] on {len(found.nodes)} nodes")
+    if checkup.problems:
+        console.print(f"[red]{len(checkup.problems)} findings[/] on {len(checkup.nodes)} nodes")
         raise typer.Exit(1)
-    console.print(f"[green]{len(found.nodes)} nodes, no findings[/]")
+    console.print(f"[green]{len(checkup.nodes)} nodes, no findings[/]")
 
 
 def _table(first: str, nodes: list[str], rows: dict[str, dict[str, Cell]]) -> Table:

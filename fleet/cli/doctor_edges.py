@@ -125,7 +125,7 @@ async def measure_edges(
     redis_url: str, fleet: str, fleet_token: str, tls: FleetTls | None = None
 ) -> list[EdgeFigure]:
     """Measure all pairs of a prefill and a decode worker, one after another."""
-    registry = await Registry.connect(redis_url, fleet)
+    registry = Registry(redis_url, fleet)
     try:
         _, records = await registry.records()
     finally:

@@ -43,7 +43,7 @@ def explain(
         shown: RenderableType = list_of(answer["requests"])
     else:
         answer = get_json(state, f"/fleet/requests/{request_id}")
-        shown = Group(*(report_of(one) for one in answer.get("parts", [answer])))
+        shown = Group(*(report_of(part) for part in answer.get("parts", [answer])))
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
     else:
@@ -61,26 +61,27 @@ def list_of(requests: list[dict[str, Any]]) -> RenderableType:
         column.no_wrap = True
     table.columns[4].overflow = "fold"  # so that the id is whole
     now_s = time.time()
-    for one in requests:
-        first_s = one["first_token_s"]
+    for request in requests:
+        first_s = request["first_token_s"]
         table.add_row(
-            time.strftime("%H:%M:%S", time.localtime(now_s - one["age_s"])),
-            _s(one["elapsed_s"]),
+            time.strftime("%H:%M:%S", time.localtime(now_s - request["age_s"])),
+            _s(request["elapsed_s"]),
             _s(first_s) if first_s is not None else "-",
-            f"{one['prompt_tokens']} → {one['completion_tokens']}",
+            f"{request['prompt_tokens']} → {request['completion_tokens']}",
             Text.assemble(
-                (one["id"], "bold"), f"  {one['tenant']}, {_route(one)}\n{one['sentence']}"
+                (request["id"], "bold"),
+                f"  {request['tenant']}, {_route(request)}\n{request['sentence']}",
             ),
         )
     return table
 
 
-def _route(one: dict[str, Any]) -> str:
-    if one["decode"] is None:
-        return "waits" if one["state"] == "queued" else "-"
-    if one["prefill"] == one["decode"]:
-        return str(one["decode"])
-    return f"{one['prefill']} → {one['decode']}"
+def _route(request: dict[str, Any]) -> str:
+    if request["decode"] is None:
+        return "waits" if request["state"] == "queued" else "-"
+    if request["prefill"] == request["decode"]:
+        return str(request["decode"])
+    return f"{request['prefill']} → {request['decode']}"
 
 
 def report_of(report: dict[str, Any]) -> RenderableType:
@@ -97,7 +98,7 @@ def report_of(report: dict[str, Any]) -> RenderableType:
         if better := report["better"]:
             where += f" (better: {better['prefill'] or better['decode']} → {better['decode']})"
     if sources := report.get("prefix_from"):
-        named = (f"{one['worker_id']} (until block {one['blocks']})" for one in sources)
+        named = (f"{source['worker_id']} (until block {source['blocks']})" for source in sources)
         where += "\nprompt prefix pulled from " + ", then ".join(named)
     parts: list[RenderableType] = [head, why, Text(where), Text(), _phases(report)]
     if report["longest_gaps"]:
@@ -130,8 +131,8 @@ def _candidates(report: dict[str, Any]) -> RenderableType:
     table.columns[1].overflow = "fold"
     for column in (table.columns[2], table.columns[3]):
         column.no_wrap = True
-    for one in candidates[:_SHOWN_CANDIDATES]:
-        pair = (one["prefill"], one["decode"])
+    for candidate in candidates[:_SHOWN_CANDIDATES]:
+        pair = (candidate["prefill"], candidate["decode"])
         chosen = report["chosen"] and pair == (
             report["chosen"]["prefill"],
             report["chosen"]["decode"],
@@ -139,9 +140,9 @@ def _candidates(report: dict[str, Any]) -> RenderableType:
         table.add_row(
             "→" if chosen else "",
             escape(" → ".join(filter(None, pair))),
-            _s(one["cost_s"]),
-            str(one["uncached_tokens"]),
-            _terms(one["terms"]),
+            _s(candidate["cost_s"]),
+            str(candidate["uncached_tokens"]),
+            _terms(candidate["terms"]),
             style="bold" if chosen else "",
         )
     if len(candidates) > _SHOWN_CANDIDATES:

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from fleet.cli.common import (
     FileArgument,
-    FleetOption,
     JsonOption,
     RemoteFleet,
     emulated_note,
@@ -23,25 +22,25 @@ from fleet.cli.common import (
     known_fleet,
     load_fleet_file,
 )
-from fleet.cli.reach import KeyOption, UrlOption, order, reach
+from fleet.cli.reach import HERE, FleetAddress, order
 from fleet.local import state as fleet_state
 from fleet.local.checks import preflight
 from fleet.local.checks.machine_fit import missing_files, missing_resources
 from fleet.local.state import FleetState
 from fleet.private_logs import logs_of
+from loadtest.commands.option_groups import with_options
 
 
+@with_options()
 def status(
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
     as_json: Annotated[bool, typer.Option("--json", help="Print the response of /fleet.")] = False,
 ) -> None:
     """Show the workers: state, load, KV blocks, and the hand-offs.
 
     Exit code 0 if all workers are ready, 1 if some are not, 3 if no fleet is running.
     """
-    state = reach(fleet, url, api_key)
+    state = at.reach()
     answer = get_json(state, "/fleet")
     workers = answer["workers"]
     if as_json:
@@ -97,14 +96,12 @@ def _processes(worker: dict[str, Any]) -> str:
     return f"{worker['host']}:{worker['pid']}" if worker["pid"] else "–"
 
 
+@with_options()
 def logs(
     worker: Annotated[
-        str | None,
-        typer.Argument(help="worker-0, router, controller or redis. Default: all."),
+        str | None, typer.Argument(help="worker-0, router, controller or redis. Default: all.")
     ] = None,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Print new lines as they are written.")
     ] = False,
@@ -114,15 +111,17 @@ def logs(
 
     --follow shows the files of this machine only, and ends at once if the fleet does not run.
     """
-    state = known_fleet(fleet) if url is None else None
-    if url is not None or (state is not None and state.running and state.on_cluster and not follow):
-        _remote_logs(reach(fleet, url, api_key), worker, lines)
+    state = known_fleet(at.fleet) if at.url is None else None
+    if at.url is not None or (
+        state is not None and state.running and state.on_cluster and not follow
+    ):
+        _remote_logs(at.reach(), worker, lines)
         return
     if state is not None:
         folder = Path(state.log_dir)
     else:
         _, config = load_fleet_file(None, None)
-        folder = fleet_state.log_folder(config, fleet or config.fleet)
+        folder = fleet_state.log_folder(config, at.fleet or config.fleet)
     files = logs_of(worker or "", folder)
     if not files:
         names = ", ".join(sorted(path.stem for path in folder.glob("*.log"))) or "none yet"
@@ -133,10 +132,12 @@ def logs(
 
 
 def _remote_logs(place: FleetState | RemoteFleet, worker: str | None, lines: int) -> None:
-    found = order(place, "logs", [worker] if worker else [], {"lines": lines}, timeout_s=30.0)
-    if not any(found.values()):
+    logs_by_node = order(
+        place, "logs", [worker] if worker else [], {"lines": lines}, timeout_s=30.0
+    )
+    if not any(logs_by_node.values()):
         fail(f"no node has a log of {worker or 'any process'}")
-    for node, files in found.items():
+    for node, files in logs_by_node.items():
         for name, text in files.items():
             typer.echo(f"==> {node}: {name} <==\n{text}\n")
 
@@ -163,8 +164,8 @@ def config_check(file: FileArgument = None, as_json: JsonOption = False) -> None
     notes += preflight.notes(config)
     missing = [*missing_files(config), *missing_resources(config)]
     if as_json:
-        found = {"file": str(config_file), "models": models, "notes": notes, "missing": missing}
-        typer.echo(json.dumps(found, indent=2))
+        result = {"file": str(config_file), "models": models, "notes": notes, "missing": missing}
+        typer.echo(json.dumps(result, indent=2))
         return
     for text in models:
         typer.echo(f"{config_file}: ok ({text})")

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,8 +22,9 @@ from rich.table import Column, Table
 from baton.config.clients import ApiKeyConfig
 from baton.config.secrets import SecretError, read_api_keys
 from baton.tenants.key_record import KeyRecord, issue, new_key
-from fleet.cli.common import FleetOption, fail
-from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
+from fleet.cli.common import fail
+from fleet.cli.reach import HERE, FleetAddress, ask_router
+from loadtest.commands.option_groups import with_options
 
 _PATH = "/fleet/keys"
 _EVERYWHERE_S = 1.0  # routers follow a change within this time
@@ -31,83 +33,79 @@ _STALE_S = 5.0
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 keys_app = typer.Typer(
-    help="Issue, list, rotate and revoke API keys. Routers store hashes only.",
-    no_args_is_help=True,
+    help="Issue, list, rotate and revoke API keys. Routers store hashes only.", no_args_is_help=True
 )
 
 _JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_ExpiresOption = Annotated[
-    str | None, typer.Option("--expires", help="Lifetime, such as 90d, 12h or 30m. Default: none.")
-]
 _IdArgument = Annotated[str, typer.Argument(help="Id of the key, the second part of its text.")]
 
 
-@keys_app.command("create")
-def create(
-    tenant: Annotated[str, typer.Argument(help="Tenant that owns the requests of the key.")],
+@dataclass(frozen=True, kw_only=True)
+class _Rights:
     role: Annotated[
         Literal["tenant", "operator"],
         typer.Option(help="`operator` may also read metrics and manage the fleet."),
-    ] = "tenant",
-    expires: _ExpiresOption = None,
+    ] = "tenant"
     adapters: Annotated[
         Literal["shared", "own"],
         typer.Option(help="`own` lets the tenant load LoRA adapters from its folder."),
-    ] = "shared",
-    min_priority: Annotated[int, typer.Option(help="Lowest, most urgent priority.")] = 0,
+    ] = "shared"
+    min_priority: Annotated[int, typer.Option(help="Lowest, most urgent priority.")] = 0
     log_text: Annotated[
         bool, typer.Option("--log-text", help="Log prompts and responses of the tenant.")
-    ] = False,
+    ] = False
     slo_ttft_s: Annotated[
         float | None, typer.Option(help="Limit of the time to first token, with --slo-itl-s.")
-    ] = None,
+    ] = None
     slo_itl_s: Annotated[
         float | None, typer.Option(help="Limit of the mean ITL, with --slo-ttft-s.")
+    ] = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of ``ApiKeyConfig``."""
+        fields = asdict(self)
+        slo = {"ttft_s": fields.pop("slo_ttft_s"), "itl_s": fields.pop("slo_itl_s")}
+        return fields if slo == {"ttft_s": None, "itl_s": None} else {**fields, "slo": slo}
+
+
+@keys_app.command("create")
+@with_options()
+def create(
+    tenant: Annotated[str, typer.Argument(help="Tenant that owns the requests of the key.")],
+    given: _Rights,
+    expires: Annotated[
+        str | None,
+        typer.Option("--expires", help="Lifetime, such as 90d, 12h or 30m. Default: none."),
     ] = None,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
     as_json: _JsonOption = False,
 ) -> None:
     """Issue an API key and print it. It is shown once; routers accept it when this returns."""
-    fields: dict[str, Any] = {
-        "tenant": tenant,
-        "role": role,
-        "adapters": adapters,
-        "min_priority": min_priority,
-        "log_text": log_text,
-    }
-    if slo_ttft_s is not None or slo_itl_s is not None:
-        fields["slo"] = {"ttft_s": slo_ttft_s, "itl_s": slo_itl_s}
     try:
-        rights = ApiKeyConfig.model_validate(fields)
+        rights = ApiKeyConfig.model_validate({"tenant": tenant, **given.fields()})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         fail(f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}")
     key = new_key()
     body = {"keys": [_sent(issue(key, _dumped(rights)), _seconds(expires, "--expires"))]}
-    made = ask_router(reach(fleet, url, api_key), "POST", _PATH, body)["keys"][0]
+    made = ask_router(at.reach(), "POST", _PATH, body)["keys"][0]
     time.sleep(_EVERYWHERE_S)
     _print_key(key, made, as_json=as_json)
 
 
 @keys_app.command("ls")
-def ls(
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-    as_json: _JsonOption = False,
-) -> None:
+@with_options()
+def ls(at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
     """List the issued API keys. Keys in the fleet file have no id and are not listed."""
-    found = ask_router(reach(fleet, url, api_key), "GET", _PATH)
+    listed = ask_router(at.reach(), "GET", _PATH)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(listed, indent=2))
         return
     columns = [Column("id", no_wrap=True), Column("tenant", overflow="fold")]
     names = ("role", "state", "created", "expires", "last used")
     columns += [Column(name, no_wrap=True) for name in names]
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for key in sorted(found["keys"], key=lambda key: (key["tenant"], key["created"])):
+    for key in sorted(listed["keys"], key=lambda key: (key["tenant"], key["created"])):
         table.add_row(
             key["id"],
             escape(key["tenant"]),
@@ -118,13 +116,14 @@ def ls(
             key["last_used"] or "–",
         )
     Console().print(table)
-    age_s = found["age_s"]
+    age_s = listed["age_s"]
     if age_s is None or age_s > _STALE_S:
         age = "an unknown time" if age_s is None else f"{age_s:.0f} s"
         Console(stderr=True).print(f"Redis is unavailable: state of {age} ago")
 
 
 @keys_app.command("rotate")
+@with_options()
 def rotate(
     key_id: _IdArgument,
     overlap: Annotated[
@@ -133,9 +132,7 @@ def rotate(
     expires: Annotated[
         str | None, typer.Option("--expires", help="Lifetime. Default: that of the old key.")
     ] = None,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
     as_json: _JsonOption = False,
 ) -> None:
     """Issue a successor of an API key and print it. The old key expires after the overlap."""
@@ -147,7 +144,7 @@ def rotate(
         "expires_s": sent["expires_s"],
         "overlap_s": _seconds(overlap, "--overlap") or 0,
     }
-    place = reach(fleet, url, api_key)
+    place = at.reach()
     made = ask_router(place, "POST", f"{_PATH}/{_checked(key_id)}/rotate", body)
     time.sleep(_EVERYWHERE_S)
     _print_key(key, made["new"], as_json=as_json)
@@ -156,36 +153,30 @@ def rotate(
 
 
 @keys_app.command("revoke")
-def revoke(
-    key_id: _IdArgument,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-    as_json: _JsonOption = False,
-) -> None:
+@with_options()
+def revoke(key_id: _IdArgument, at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
     """Revoke an API key for good. Every router refuses it when this returns.
 
     Running responses finish. Without Redis, the routers of one host refuse it: repeat the command
     with the --url of each other host, whose routers otherwise learn of it when Redis answers.
     """
-    found = ask_router(reach(fleet, url, api_key), "DELETE", f"{_PATH}/{_checked(key_id)}")
-    if found["everywhere"]:
+    revoked = ask_router(at.reach(), "DELETE", f"{_PATH}/{_checked(key_id)}")
+    if revoked["everywhere"]:
         time.sleep(_EVERYWHERE_S)
     else:
         where = "this router and the others of its host"
         note = f"Redis is unavailable: revoked at {where}; elsewhere when Redis answers"
         Console(stderr=True, highlight=False, soft_wrap=True).print(note)
-    typer.echo(json.dumps(found, indent=2) if as_json else f"{key_id}: revoked")
+    typer.echo(json.dumps(revoked, indent=2) if as_json else f"{key_id}: revoked")
 
 
 @keys_app.command("import")
+@with_options()
 def import_(
     file: Annotated[
         Path, typer.Argument(help="File of `key: tenant` lines, as `clients.api_keys_file`.")
     ],
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
     as_json: _JsonOption = False,
 ) -> None:
     """Issue the API keys in a file under new ids, so that the lines can be removed.
@@ -197,10 +188,10 @@ def import_(
     except SecretError as error:
         fail(str(error))
     records = [_sent(issue(key, _dumped(rights)), None) for key, rights in lines.items()]
-    place = reach(fleet, url, api_key)
+    place = at.reach()
     added = 0
-    for at in range(0, len(records), _IMPORTED_AT_ONCE):
-        body = {"keys": records[at : at + _IMPORTED_AT_ONCE]}
+    for begin in range(0, len(records), _IMPORTED_AT_ONCE):
+        body = {"keys": records[begin : begin + _IMPORTED_AT_ONCE]}
         added += ask_router(place, "POST", _PATH, body)["added"]
     time.sleep(_EVERYWHERE_S)
     if as_json:

@@ -6,6 +6,7 @@ import os
 import shlex
 import threading
 import time
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +32,7 @@ from fleet.cli.reconcile import reconcile_running
 from fleet.lease_keeper import LeaseTakenError
 from fleet.local import state as fleet_state
 from fleet.local.checks.preflight import PortTakenError
-from fleet.local.cluster_pools import call_cluster
+from fleet.local.cluster_pools import RayCluster, call_cluster
 from fleet.local.http_trust import authority_for
 from fleet.local.log_files import LastingConsole, terminal
 from fleet.local.redis_server import RedisError
@@ -39,6 +40,7 @@ from fleet.local.state import FleetState
 from fleet.local.supervisor import FleetError, RayLostError, Supervisor
 from fleet.pools.cluster_call import ClusterCall
 from fleet.pools.nodes import CapacityError
+from loadtest.commands.option_groups import with_options
 
 _DOWN_LIMIT_S = 16.0
 _KILLED_LIMIT_S = 2.0
@@ -49,47 +51,53 @@ _REFUSALS = (
 )
 
 
-_Address = Annotated[
-    str | None,
-    typer.Option(help="Existing Ray cluster (`auto` or HOST:PORT). Default: a private Ray."),
-]
-_Port = Annotated[
-    int | None, typer.Option(help="Port of the router. Default: BATON_PORT, else the file's.")
-]
-_TakeOver = Annotated[
-    bool,
-    typer.Option("--take-over", help="Take the fleet over from another `baton up`."),
-]
-_Leave = Annotated[
-    bool,
-    typer.Option(
-        "--leave",
-        help="With --address: keep controller and workers running after a stop, for the next "
-        "`up` to adopt; `baton down FILE --address` ends them.",
-    ),
-]
-_DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run",
-        help="Show what would change in the running fleet, or with --address the nodes of the "
-        "workers, and exit.",
-    ),
-]
-_Reconcile = Annotated[
-    bool,
-    typer.Option("--reconcile", help="Apply a changed file to the running fleet, and exit."),
-]
+@dataclass(frozen=True, kw_only=True)
+class _Cluster:
+    address: Annotated[
+        str | None,
+        typer.Option(help="Existing Ray cluster (`auto` or HOST:PORT). Default: a private Ray."),
+    ] = None
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Take the fleet over from another `baton up`.")
+    ] = False
+    leave: Annotated[
+        bool,
+        typer.Option(
+            "--leave",
+            help="With --address: keep controller and workers running after a stop, for the next "
+            "`up` to adopt; `baton down FILE --address` ends them.",
+        ),
+    ] = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Applied:
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Show what would change in the running fleet, or with --address the nodes of the "
+            "workers, and exit.",
+        ),
+    ] = False
+    reconcile: Annotated[
+        bool,
+        typer.Option("--reconcile", help="Apply a changed file to the running fleet, and exit."),
+    ] = False
+
+
+_PRIVATE = _Cluster()
+_START = _Applied()
+
+
+@with_options()
 def up(
     file: FileArgument = None,
-    address: _Address = None,
-    port: _Port = None,
-    take_over: _TakeOver = False,
-    leave: _Leave = False,
-    dry_run: _DryRun = False,
-    reconcile: _Reconcile = False,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the router. Default: BATON_PORT, else the file's.")
+    ] = None,
+    cluster: _Cluster = _PRIVATE,
+    applied: _Applied = _START,
 ) -> None:
     """Start a fleet and run it in the foreground; Ctrl-C stops it.
 
@@ -117,20 +125,18 @@ def up(
         _announce(console, supervisor, config)
         serving.set()
 
-    if reconcile or (dry_run and address is None):
-        reconcile_running(config_file, config, dry_run=dry_run)
+    if applied.reconcile or (applied.dry_run and cluster.address is None):
+        reconcile_running(config_file, config, dry_run=applied.dry_run)
         return
-    if dry_run and address is not None:
-        _show_plan(config, address)
+    if applied.dry_run and cluster.address is not None:
+        _show_plan(config, cluster.address)
         return
     file_again = config_file.absolute()  # before the supervisor changes the current folder
     supervisor = Supervisor(
         config,
         config_file,
         say,
-        address,
-        take_over=take_over,
-        leave=leave,
+        None if cluster.address is None else RayCluster(**asdict(cluster)),
         reread=lambda: read_fleet_file(file_again, port)[1],
     )
     try:
@@ -199,10 +205,10 @@ def _cacert(supervisor: Supervisor, config: FleetConfig) -> str:
     beside = Path(https.certificate).parent / "ca.pem"  # as `baton certs` writes it
     of_workers = [config.pools.tls.ca] if config.pools.tls is not None else []
     files = [str(beside), *of_workers, https.certificate]
-    found = authority_for(supervisor.url, files)
-    if found is None:
+    authority = authority_for(supervisor.url, files)
+    if authority is None:
         return " --cacert CA_FILE"
-    return f" --cacert {shlex.quote(found)}" if found else ""
+    return f" --cacert {shlex.quote(authority)}" if authority else ""
 
 
 def down(

@@ -56,12 +56,12 @@ class _Commands(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
             module, _, attribute = _PLACES[name].partition(":")
-            found = getattr(import_module(module), attribute)
+            command = getattr(import_module(module), attribute)
             holder = typer.Typer()
-            if isinstance(found, typer.Typer):
-                holder.add_typer(found, name=name)
+            if isinstance(command, typer.Typer):
+                holder.add_typer(command, name=name)
             else:
-                holder.command(name)(found)
+                holder.command(name)(command)
             self._made[name] = _with_whole_paragraphs(get_group(holder).commands[name])
         return self._made[name]
 
@@ -114,14 +114,11 @@ def root(
         if not cacert.is_file():
             import_module("fleet.cli.common").fail(f"--cacert {cacert}: no such file")
         os.environ["SSL_CERT_FILE"] = str(cacert.resolve())
-    ctx.obj = _local_fleet  # for commands that are given no URL
+    # for commands that are given no URL
+    ctx.obj = lambda: import_module("fleet.cli.loadtest").local_fleet()
     if version:
         typer.echo(f"baton {installed()}")
         raise typer.Exit
-
-
-def _local_fleet() -> Any:
-    return import_module("fleet.cli.loadtest").local_fleet()
 
 
 def main() -> None:

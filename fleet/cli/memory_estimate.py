@@ -6,6 +6,7 @@ from baton.engine.core.sequence import blocks_for
 from baton.engine.cpu.native.library import load, widens_bf16
 from baton.engine.loading.memory import EngineShape, Footprint, footprint, kv_geometry
 from baton.model.model_config import ModelConfig, ModelError
+from fleet.cli.capacity_options import CapacityOptions
 
 
 @dataclass(frozen=True)
@@ -45,58 +46,46 @@ class Capacity:
 
 
 def plan_capacity(
-    config: ModelConfig,
-    *,
-    context_tokens: int | None,
-    concurrency: int,
-    dtype: str,
-    weights: str,
-    kv: str,
-    numerics: str,
-    free_bytes: int,
-    tensor_parallel: int = 1,
-    draft: ModelConfig | None = None,
+    config: ModelConfig, options: CapacityOptions, free_bytes: int, draft: ModelConfig | None = None
 ) -> Capacity:
-    """Compute the memory of one worker; the arguments are `baton capacity`'s options.
-
-    ``context_tokens`` are those of prompt and response; ``None`` stands for the model's limit.
+    """Compute the memory of one worker; ``draft`` is its draft model.
 
     Raises:
         ModelError: The context exceeds the model's limit, or the model cannot be split so far.
     """
-    context = context_tokens or config.max_context_tokens
+    context = options.context or config.max_context_tokens
     if context > config.max_context_tokens:
         raise ModelError(
             f"--context {context} exceeds the model's limit, {config.max_context_tokens}"
         )
-    if tensor_parallel > 1 and weights == "int4":
+    if options.tensor_parallel > 1 and options.weights == "int4":
         raise ModelError("--tensor-parallel: int4 weights cannot be split over ranks: use int8")
     shape = EngineShape(
         config,
-        dtype=dtype,
-        quantisation=weights,
-        numerics=numerics,
-        max_batch_requests=max(concurrency, 1),
+        dtype=options.dtype,
+        quantisation=options.weights,
+        numerics=options.numerics,
+        max_batch_requests=max(options.concurrency, 1),
         context=context,
-        ranks=tensor_parallel,
+        ranks=options.tensor_parallel,
         draft=draft,
         native=load() is not None,
         widened=widens_bf16(),
     )
     need = footprint(shape)
     blocks = blocks_for(context)
-    pools = [kv_geometry(config, dtype if kv == "none" else kv, blocks)]
+    pools = [kv_geometry(config, options.dtype if options.kv == "none" else options.kv, blocks)]
     if draft is not None:  # same number of blocks, never quantised
-        pools.append(kv_geometry(draft, dtype, blocks))
+        pools.append(kv_geometry(draft, options.dtype, blocks))
     request_bytes = sum(pool.pool_bytes for pool in pools)
     left = free_bytes - need.total
     return Capacity(
         context,
-        concurrency,
+        options.concurrency,
         need,
         sum(pool.block_bytes // pool.block_tokens for pool in pools),
-        blocks * concurrency,
-        request_bytes * concurrency,
+        blocks * options.concurrency,
+        request_bytes * options.concurrency,
         free_bytes,
         max(0, left // request_bytes),
     )

@@ -13,9 +13,10 @@ from rich.table import Column, Table
 
 from baton.config.golden_file import GoldenFileError, read_golden
 from baton.types.lanes import split_version
-from fleet.cli.common import FleetOption, fail
+from fleet.cli.common import fail
 from fleet.cli.models_add import add
-from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
+from fleet.cli.reach import HERE, FleetAddress, ask_router
+from loadtest.commands.option_groups import with_options
 
 _PATH = "/fleet/models"
 _GATE_S = 300.0
@@ -33,30 +34,29 @@ _VersionArgument = Annotated[
 
 
 @models_app.command("ls")
+@with_options()
 def ls(
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the models with their workers, and the names with their models."""
-    found = ask_router(reach(fleet, url, api_key), "GET", _PATH)
+    listed = ask_router(at.reach(), "GET", _PATH)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(listed, indent=2))
         return
     console = Console(highlight=False)
     models = _table("model", "version", "workers", "running", "waiting")
-    for one in found["models"]:
-        workers = ", ".join(f"{count} {state}" for state, count in one["workers"].items())
-        figures = (str(one["running"]), str(one["waiting"]))
-        models.add_row(escape(one["name"]), one["version"], workers or "–", *figures)
-        for adapter in one["adapters"]:
+    for model in listed["models"]:
+        workers = ", ".join(f"{count} {state}" for state, count in model["workers"].items())
+        figures = (str(model["running"]), str(model["waiting"]))
+        models.add_row(escape(model["name"]), model["version"], workers or "–", *figures)
+        for adapter in model["adapters"]:
             held = f"held by {adapter['held_by_workers']}"
             models.add_row(f"  {escape(adapter['name'])}", adapter["version"], held, "", "")
     console.print(models)
-    if found["routes"]:
+    if listed["routes"]:
         names = _table("name", "answered by", "previous", "gate")
-        for name, entry in found["routes"].items():
+        for name, entry in listed["routes"].items():
             previous = escape(entry["previous"]) or "–"
             names.add_row(
                 escape(name), escape(_described(entry)), previous, escape(_gate(entry)) or "–"
@@ -68,45 +68,33 @@ models_app.command("add")(add)
 
 
 @models_app.command("load")
-def load(
-    model: _ModelArgument,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-) -> None:
+@with_options()
+def load(model: _ModelArgument, at: FleetAddress = HERE) -> None:
     """Start the workers of a model that was unloaded, as many as the fleet file has."""
-    ask_router(reach(fleet, url, api_key), "POST", _PATH, {"verb": "load", "name": model})
+    ask_router(at.reach(), "POST", _PATH, {"verb": "load", "name": model})
     typer.echo(f"{model}: loading (`baton models ls`)")
 
 
 @models_app.command("unload")
-def unload(
-    model: _ModelArgument,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-) -> None:
+@with_options()
+def unload(model: _ModelArgument, at: FleetAddress = HERE) -> None:
     """Stop all workers of a model once their requests have ended, which frees their memory.
 
     No name may lead to the model. Requests for it get 503 until `baton models load`.
     """
-    ask_router(reach(fleet, url, api_key), "POST", _PATH, {"verb": "unload", "name": model})
+    ask_router(at.reach(), "POST", _PATH, {"verb": "unload", "name": model})
     typer.echo(f"{model}: unloading (`baton models ls`)")
 
 
 @models_app.command("alias")
-def alias(
-    name: _NameArgument,
-    model: _ModelArgument,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-) -> None:
+@with_options()
+def alias(name: _NameArgument, model: _ModelArgument, at: FleetAddress = HERE) -> None:
     """Let a name lead to a model. The model before it is kept for `baton models rollback`."""
-    _change(fleet, url, api_key, verb="alias", name=name, model=model)
+    _change(at, verb="alias", name=name, model=model)
 
 
 @models_app.command("canary")
+@with_options()
 def canary(
     name: _NameArgument,
     model: _VersionArgument = None,
@@ -117,9 +105,7 @@ def canary(
     tenant: Annotated[
         list[str] | None, typer.Option(help="Tenant whose requests all go there; repeatable.")
     ] = None,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
 ) -> None:
     """Let another model answer a part of a name's requests.
 
@@ -133,19 +119,18 @@ def canary(
         body["share"] = _fraction(share)
     if tenant:
         body["tenants"] = tenant
-    _change(fleet, url, api_key, **body)
+    _change(at, **body)
 
 
 @models_app.command("shadow")
+@with_options()
 def shadow(
     name: _NameArgument,
     model: _VersionArgument = None,
     share: Annotated[
         str, typer.Option(help="Share of the conversations in percent.", metavar="PERCENT")
     ] = "5%",
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
 ) -> None:
     """Let another model run copies of a part of a name's requests, which answer no client.
 
@@ -153,19 +138,18 @@ def shadow(
     canary of the name.
     """
     name, model = _version(name, model)
-    _change(fleet, url, api_key, verb="shadow", name=name, model=model, share=_fraction(share))
+    _change(at, verb="shadow", name=name, model=model, share=_fraction(share))
 
 
 @models_app.command("gate")
+@with_options()
 def gate(
     model: _ModelArgument,
     golden: Annotated[
         Path | None,
         typer.Option(help="File of golden prompts that replaces those before.", metavar="FILE"),
     ] = None,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run the golden prompts of a model at all its workers.
@@ -180,71 +164,58 @@ def gate(
         except GoldenFileError as error:
             fail(str(error))
         body["golden"] = msgspec.to_builtins(prompts)
-    found = ask_router(reach(fleet, url, api_key), "POST", _PATH, body, _GATE_S)["golden"]
-    if found is None:
+    outcome = ask_router(at.reach(), "POST", _PATH, body, _GATE_S)["golden"]
+    if outcome is None:
         fail(f"{model} has no golden prompts: use --golden FILE, or `gates` in the fleet file")
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(outcome, indent=2))
     else:
-        typer.echo(f"{model}: {_round(found)}")
+        typer.echo(f"{model}: {_round(outcome)}")
         for kind in ("wrong", "failed"):
-            for name, problem in found[kind].items():
+            for name, problem in outcome[kind].items():
                 typer.echo(f"{kind} {name}: {problem}")
-    raise typer.Exit(0 if found["passed"] else 1)
+    raise typer.Exit(0 if outcome["passed"] else 1)
 
 
 @models_app.command("promote")
-def promote(
-    name: _NameArgument,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-) -> None:
+@with_options()
+def promote(name: _NameArgument, at: FleetAddress = HERE) -> None:
     """Let the canary of a name answer all its requests."""
-    _change(fleet, url, api_key, verb="promote", name=name)
+    _change(at, verb="promote", name=name)
 
 
 @models_app.command("rollback")
-def rollback(
-    name: _NameArgument,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-) -> None:
+@with_options()
+def rollback(name: _NameArgument, at: FleetAddress = HERE) -> None:
     """End the canary or shadow of a name, or else return to the model before the last change."""
-    _change(fleet, url, api_key, verb="rollback", name=name)
+    _change(at, verb="rollback", name=name)
 
 
 @models_app.command("fallback")
+@with_options()
 def fallback(
     name: _NameArgument,
     models: Annotated[list[str] | None, typer.Argument(help="Models, in order. None: end.")] = None,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
 ) -> None:
     """Set the models that answer a name while no worker of its model is ready.
 
     Only requests with the header `x-baton-fallback: allow` get their answers.
     """
-    _change(fleet, url, api_key, verb="fallback", name=name, fallbacks=models or [])
+    _change(at, verb="fallback", name=name, fallbacks=models or [])
 
 
 @models_app.command("remove")
-def remove(
-    name: _NameArgument,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-) -> None:
+@with_options()
+def remove(name: _NameArgument, at: FleetAddress = HERE) -> None:
     """Remove an alias. The name of a model leads to this model again."""
-    _change(fleet, url, api_key, verb="remove", name=name)
+    _change(at, verb="remove", name=name)
 
 
-def _change(fleet: str | None, url: str | None, api_key: str, **body: Any) -> None:
-    found = ask_router(reach(fleet, url, api_key), "POST", _PATH, body)
-    entry = found["route"]
-    name = found["name"]
+def _change(at: FleetAddress, **body: Any) -> None:
+    changed = ask_router(at.reach(), "POST", _PATH, body)
+    entry = changed["route"]
+    name = changed["name"]
     if body["verb"] == "rollback":
         typer.echo(f"{name}: back to {_described(entry) if entry is not None else name}")
     else:
@@ -289,10 +260,10 @@ def _gate(entry: dict[str, Any]) -> str:
     return counted if golden is None else f"{counted}; {_round(golden)}"
 
 
-def _round(found: dict[str, Any]) -> str:
-    prompts = "golden prompt" if found["right"] == 1 else "golden prompts"
-    parts = [f"{found['right']} {prompts} right"]
-    parts += [f"{len(found[kind])} {kind}" for kind in ("wrong", "failed") if found[kind]]
+def _round(outcome: dict[str, Any]) -> str:
+    prompts = "golden prompt" if outcome["right"] == 1 else "golden prompts"
+    parts = [f"{outcome['right']} {prompts} right"]
+    parts += [f"{len(outcome[kind])} {kind}" for kind in ("wrong", "failed") if outcome[kind]]
     return ", ".join(parts)
 
 

@@ -92,8 +92,8 @@ def with_models(text: str, added: Mapping[str, Mapping[str, Any]]) -> str:
     for name, entry in added.items():
         version = next_version(name, names)
         names.append(version)
-        one = yaml.safe_dump({version: dict(entry)}, sort_keys=False, allow_unicode=True)
-        written += textwrap.indent(one, indent)
+        text_of_entry = yaml.safe_dump({version: dict(entry)}, sort_keys=False, allow_unicode=True)
+        written += textwrap.indent(text_of_entry, indent)
     if not lines[last].endswith("\n"):
         lines[last] += "\n"
     return "".join([*lines[: last + 1], written, *lines[last + 1 :]])
@@ -132,13 +132,13 @@ def _last_line(node: yaml.Node) -> int:
 
 def _entries(models: list[str], pools: Mapping[str, int]) -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
-    for one in models:
-        name, equals, reference = one.partition("=")
+    for model in models:
+        name, equals, reference = model.partition("=")
         if equals:
             here = Path(reference)
             entries[name] = {"model": os.path.abspath(here) if here.exists() else reference}  # noqa: PTH100 - keep links
         else:
-            entries.update(_of_file(Path(one)))
+            entries.update(_of_file(Path(model)))
     if pools:
         for entry in entries.values():
             entry["pools"] = {**entry.get("pools", {}), **pools}
@@ -147,13 +147,15 @@ def _entries(models: list[str], pools: Mapping[str, int]) -> dict[str, dict[str,
 
 def _of_file(file: Path) -> dict[str, dict[str, Any]]:
     try:
-        found = yaml.safe_load(file.read_text("utf-8"))
+        models = yaml.safe_load(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         problem = error.strerror if isinstance(error, OSError) else error
         raise FileEditError(f"{file}: {problem}: give NAME=REFERENCE, or a YAML file") from error
-    if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+    if not isinstance(models, dict) or not all(
+        isinstance(entry, dict) for entry in models.values()
+    ):
         raise FileEditError(f"{file}: must have entries of `models`, such as `name: {{model: …}}`")
-    return found
+    return models
 
 
 def _check(state: FleetState, file: Path) -> None:

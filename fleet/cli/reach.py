@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from socket import gethostname
 from typing import Annotated, Any
 
@@ -12,34 +13,46 @@ import typer
 
 from baton.registry.admin_commands import AdminCommands, CommandReply
 from baton.registry.redis_store import Registry, RegistryUnavailableError
-from fleet.cli.common import RemoteFleet, bearer, fail, running_fleet
+from fleet.cli.common import FleetOption, RemoteFleet, bearer, fail, running_fleet
 from fleet.local.audited import operator_name
 from fleet.local.http_trust import trusted
 from fleet.local.state import FleetState
 from loadtest.reasons import http_reason
 
-UrlOption = Annotated[
-    str | None,
-    typer.Option("--url", envvar="BATON_URL", help="URL of a router elsewhere. Also BATON_URL."),
-]
 ModelOption = Annotated[
     str | None, typer.Option("--model", help="Model; needed if the fleet serves several.")
 ]
-KeyOption = Annotated[
-    str,
-    typer.Option(
-        "--api-key",
-        envvar="BATON_API_KEY",
-        help="Operator key for --url; as BATON_API_KEY it does not appear in `ps`.",
-    ),
-]
 
 
-def reach(fleet: str | None, url: str | None, key: str) -> FleetState | RemoteFleet:
-    """Return the selected fleet; exit with an error if there is none."""
-    if url is None:
-        return running_fleet(fleet)
-    return RemoteFleet(name=fleet or "fleet", url=url.rstrip("/"), fleet_token=key)
+@dataclass(frozen=True, kw_only=True)
+class FleetAddress:
+    """Options that select a fleet: of this machine, or by the URL of a router."""
+
+    fleet: FleetOption = None
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url", envvar="BATON_URL", help="URL of a router elsewhere. Also BATON_URL."
+        ),
+    ] = None
+    api_key: Annotated[
+        str,
+        typer.Option(
+            "--api-key",
+            envvar="BATON_API_KEY",
+            help="Operator key for --url; as BATON_API_KEY it does not appear in `ps`.",
+        ),
+    ] = ""
+
+    def reach(self) -> FleetState | RemoteFleet:
+        """Return the fleet; exit with an error if there is none."""
+        if self.url is None:
+            return running_fleet(self.fleet)
+        url = self.url.rstrip("/")
+        return RemoteFleet(name=self.fleet or "fleet", url=url, fleet_token=self.api_key)
+
+
+HERE = FleetAddress()
 
 
 def client_of(
@@ -132,10 +145,10 @@ def ask_router(
         )
         if answer.status_code != httpx.codes.OK:
             fail(f"{place.url}: {answer.json()['error']['message']}")
-        found = answer.json()
-        if not isinstance(found, dict):
+        response = answer.json()
+        if not isinstance(response, dict):
             raise TypeError("the response is no JSON object")
-        return found
+        return response
     except httpx.HTTPError as error:
         fail(f"{place.url}{path}: {http_reason(error)}")
     except (ValueError, KeyError, TypeError) as error:

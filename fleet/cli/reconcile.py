@@ -79,20 +79,20 @@ def planned(state: FleetState, config: FleetConfig) -> Changes:
 def _running(config_file: Path, config: FleetConfig) -> FleetState:
     file = os.path.abspath(config_file)  # noqa: PTH100 - a link stays a link
     there = [state for state in fleet_state.load_all() if state.running]
-    found = next((state for state in there if _same(state.config_file, file)), None)
+    running = next((state for state in there if _same(state.config_file, file)), None)
     named = next((state for state in there if state.fleet == config.fleet), None)
-    if found is None and named is not None:
+    if running is None and named is not None:
         fail(
             f"fleet {config.fleet} runs from {named.config_file}, not from {file}: edit and pass "
             "that file"
         )
-    if found is None:
+    if running is None:
         fail(
             f"no fleet runs here from {file}: start it with `baton up`, which also adopts workers "
             "that run in a cluster (--address with --dry-run shows their nodes)",
             NOT_RUNNING,
         )
-    return found
+    return running
 
 
 def _same(file: str, other: str) -> bool:

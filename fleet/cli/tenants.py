@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -11,9 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fleet.cli.common import FleetOption, fail
-from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
+from fleet.cli.common import fail
+from fleet.cli.reach import HERE, FleetAddress, ask_router
 from fleet.cli.tenants_receipt import receipt_text
+from loadtest.commands.option_groups import with_options
 
 _PATH = "/fleet/tenants"
 _EVERYWHERE_S = 1.0  # routers follow a change within this time
@@ -28,114 +30,103 @@ _TenantArgument = Annotated[str, typer.Argument(help="Name of the tenant, as in 
 
 
 @tenants_app.command("ls")
-def ls(
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-    as_json: _JsonOption = False,
-) -> None:
+@with_options()
+def ls(at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
     """List the tenants that have limits, with their limits."""
-    found = ask_router(reach(fleet, url, api_key), "GET", _PATH)
+    listed = ask_router(at.reach(), "GET", _PATH)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(listed, indent=2))
         return
     columns = [Column("tenant", overflow="fold", max_width=30), Column("limits", overflow="fold")]
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for tenant in found["tenants"]:
+    for tenant in listed["tenants"]:
         table.add_row(escape(tenant["tenant"]), escape(_described(tenant)))
     console = Console(highlight=False)
     console.print(table)
-    if found.get("file"):
-        console.print(f"from {escape(found['file'])}", soft_wrap=True)
+    if listed.get("file"):
+        console.print(f"from {escape(listed['file'])}", soft_wrap=True)
 
 
-_Tpm = Annotated[
-    int | None, typer.Option(help="Tokens per minute, prompts and answers; 0: no limit.")
-]
-_Concurrent = Annotated[int | None, typer.Option(help="Requests at the same time; 0: no limit.")]
-_BudgetTokens = Annotated[
-    int | None, typer.Option(help="Tokens per calendar month (UTC); 0: no limit.")
-]
-_Weight = Annotated[
-    float | None,
-    typer.Option(help="Part of a busy fleet, relative to other tenants; 0: the default, 1."),
-]
-_KvShare = Annotated[
-    float | None,
-    typer.Option(
-        help="Part of the cached KV (0 to 1) above which it loses its own first; 0: none."
-    ),
-]
-_Models = Annotated[
-    str | None,
-    typer.Option(
-        help="Models and adapters that it may use, separated by commas; '': all.",
-        metavar="NAMES",
-    ),
-]
-_SloTtftS = Annotated[
-    float | None,
-    typer.Option(help="Limit of the time to first token, as `slo: {ttft_s}`; 0: the fleet's."),
-]
-_SloItlS = Annotated[
-    float | None, typer.Option(help="Limit of the mean ITL, as `slo: {itl_s}`; 0: the fleet's.")
-]
-_KeepS = Annotated[
-    str | None,
-    typer.Option(
-        help="Seconds for which its stored responses, files and batches are kept, or "
-        "`default`; 0: none is stored."
-    ),
-]
-_LogText = Annotated[
-    str | None,
-    typer.Option(help="`off`: its texts are not logged, whatever its keys allow. Or `default`."),
-]
+@dataclass(frozen=True, kw_only=True)
+class _Limits:
+    rpm: Annotated[int | None, typer.Option(help="Requests per minute; 0: no limit.")] = None
+    tpm: Annotated[
+        int | None, typer.Option(help="Tokens per minute, prompts and answers; 0: no limit.")
+    ] = None
+    tpd: Annotated[int | None, typer.Option(help="Tokens per day (UTC); 0: no limit.")] = None
+    concurrent: Annotated[
+        int | None, typer.Option(help="Requests at the same time; 0: no limit.")
+    ] = None
+    budget_tokens: Annotated[
+        int | None, typer.Option(help="Tokens per calendar month (UTC); 0: no limit.")
+    ] = None
+    weight: Annotated[
+        float | None,
+        typer.Option(help="Part of a busy fleet, relative to other tenants; 0: the default, 1."),
+    ] = None
+    kv_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Part of the cached KV (0 to 1) above which it loses its own first; 0: none."
+        ),
+    ] = None
+    models: Annotated[
+        str | None,
+        typer.Option(
+            help="Models and adapters that it may use, separated by commas; '': all.",
+            metavar="NAMES",
+        ),
+    ] = None
+    slo_ttft_s: Annotated[
+        float | None,
+        typer.Option(help="Limit of the time to first token, as `slo: {ttft_s}`; 0: the fleet's."),
+    ] = None
+    slo_itl_s: Annotated[
+        float | None, typer.Option(help="Limit of the mean ITL, as `slo: {itl_s}`; 0: the fleet's.")
+    ] = None
+    keep_s: Annotated[
+        str | None,
+        typer.Option(
+            help="Seconds for which its stored responses, files and batches are kept, or "
+            "`default`; 0: none is stored."
+        ),
+    ] = None
+    log_text: Annotated[
+        str | None,
+        typer.Option(
+            help="`off`: its texts are not logged, whatever its keys allow. Or `default`."
+        ),
+    ] = None
+
+    def body(self) -> dict[str, Any]:
+        """Return the limits that were given, as the router takes them."""
+        plain = ("rpm", "tpm", "tpd", "concurrent", "weight", "kv_share")
+        given = {name: getattr(self, name) for name in plain}
+        body = {name: value or None for name, value in given.items() if value is not None}
+        if self.budget_tokens is not None:
+            body["budget"] = {"tokens": self.budget_tokens} if self.budget_tokens else None
+        if self.models is not None:
+            body["models"] = [
+                name for name in map(str.strip, self.models.split(",")) if name
+            ] or None
+        body |= _latencies(self.slo_ttft_s, self.slo_itl_s)
+        return body | _retention(self.keep_s) | _text_logging(self.log_text)
 
 
 @tenants_app.command("set")
+@with_options()
 def set_(
-    tenant: _TenantArgument,
-    rpm: Annotated[int | None, typer.Option(help="Requests per minute; 0: no limit.")] = None,
-    tpm: _Tpm = None,
-    tpd: Annotated[int | None, typer.Option(help="Tokens per day (UTC); 0: no limit.")] = None,
-    concurrent: _Concurrent = None,
-    budget_tokens: _BudgetTokens = None,
-    weight: _Weight = None,
-    kv_share: _KvShare = None,
-    models: _Models = None,
-    slo_ttft_s: _SloTtftS = None,
-    slo_itl_s: _SloItlS = None,
-    keep_s: _KeepS = None,
-    log_text: _LogText = None,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-    as_json: _JsonOption = False,
+    tenant: _TenantArgument, limits: _Limits, at: FleetAddress = HERE, as_json: _JsonOption = False
 ) -> None:
     """Change limits of a tenant; those that are not given stay. Routers apply them on return."""
-    body: dict[str, Any] = {
-        name: value or None
-        for name, value in (
-            ("rpm", rpm),
-            ("tpm", tpm),
-            ("tpd", tpd),
-            ("concurrent", concurrent),
-            ("weight", weight),
-            ("kv_share", kv_share),
-        )
-        if value is not None
-    }
-    if budget_tokens is not None:
-        body["budget"] = {"tokens": budget_tokens} if budget_tokens else None
-    if models is not None:
-        body["models"] = [name.strip() for name in models.split(",") if name.strip()] or None
-    body |= _latencies(slo_ttft_s, slo_itl_s) | _retention(keep_s) | _text_logging(log_text)
+    body = limits.body()
     if not body:
         fail("give at least one limit, such as --rpm 600; `baton tenants set --help` lists them")
-    found = _changed("PUT", tenant, fleet, url, api_key, body)
+    policy = _changed("PUT", tenant, at, body)
     typer.echo(
-        json.dumps(found, indent=2) if as_json else f"{tenant}: {_described(found) or 'no limits'}"
+        json.dumps(policy, indent=2)
+        if as_json
+        else f"{tenant}: {_described(policy) or 'no limits'}"
     )
 
 
@@ -164,24 +155,19 @@ def _text_logging(log_text: str | None) -> dict[str, Any]:
 
 
 @tenants_app.command("delete")
-def delete(
-    tenant: _TenantArgument,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
-    as_json: _JsonOption = False,
-) -> None:
+@with_options()
+def delete(tenant: _TenantArgument, at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
     """Delete a tenant's limits, responses, files, batches, logged texts and KV, for good.
 
     Prints a receipt. Revoke its keys first (`baton keys revoke`): they stay, and so do the sums of
     its use. Exits with 1 if something could not be deleted.
     """
-    found = _changed("DELETE", tenant, fleet, url, api_key)
+    receipt = _changed("DELETE", tenant, at)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(receipt, indent=2))
     else:
-        Console(highlight=False, soft_wrap=True).print(escape(receipt_text(found)))
-    if found["not_deleted"]:
+        Console(highlight=False, soft_wrap=True).print(escape(receipt_text(receipt)))
+    if receipt["not_deleted"]:
         raise typer.Exit(1)
 
 
@@ -211,15 +197,10 @@ def _described(policy: dict[str, Any]) -> str:
 
 
 def _changed(
-    method: str,
-    tenant: str,
-    fleet: str | None,
-    url: str | None,
-    api_key: str,
-    body: dict[str, Any] | None = None,
+    method: str, tenant: str, at: FleetAddress, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", tenant) is None:
         fail(f"TENANT {tenant!r}: must be 1 to 64 characters of letters, digits, '_', '.' and '-'")
-    found = ask_router(reach(fleet, url, api_key), method, f"{_PATH}/{tenant}", body, 60.0)
+    answer = ask_router(at.reach(), method, f"{_PATH}/{tenant}", body, 60.0)
     time.sleep(_EVERYWHERE_S)
-    return found
+    return answer

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fleet.cli.common import FleetOption, fail
-from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
+from fleet.cli.common import fail
+from fleet.cli.reach import HERE, FleetAddress, ask_router
+from loadtest.commands.option_groups import with_options
 
 _DAY_S = 24 * 3600
 _WIDEST = 400  # columns of a table
@@ -32,6 +33,7 @@ _TITLES = ("requests", "refused", "input", "cached", "output", "worker\ns")
 _PRICE_TITLES = ("cost", "per 1000\ninput", "per 1000\noutput")  # if workers have a price
 
 
+@with_options()
 def usage(
     begin: Annotated[
         str, typer.Option("--from", help="First day or hour (UTC), such as 2026-01-31T08.")
@@ -42,9 +44,7 @@ def usage(
     by: Annotated[str, typer.Option(help="Names of a line: hour, tenant, key, model.")] = "tenant",
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    fleet: FleetOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = "",
+    at: FleetAddress = HERE,
 ) -> None:
     """Show requests, tokens, worker seconds and costs of tenants. Default: the last 24 hours.
 
@@ -56,14 +56,14 @@ def usage(
     if begin_s >= end_s:
         fail("--from must be before --to")
     path = f"/fleet/usage?start_time={begin_s}&end_time={end_s}&by={by.replace(' ', '')}"
-    found = ask_router(reach(fleet, url, api_key), "GET", path)
+    used = ask_router(at.reach(), "GET", path)
     names = [name for name in _NAMES if name in by.split(",")]
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(used, indent=2))
     elif as_csv:
-        _print_csv(found["lines"], names)
+        _print_csv(used["lines"], names)
     else:
-        _print_table(found["lines"], names or ["tenant"])
+        _print_table(used["lines"], names or ["tenant"])
 
 
 def _seconds(given: str, option: str) -> int:

@@ -53,16 +53,7 @@ class AttachedPools:
         for lane in self._config.lanes:
             if lane.pools.servers is not None:
                 ServerSource(lane.pools.servers)
-        self._launch(
-            AttachedSettings(
-                config_json=spec.config_json,
-                redis_url=spec.redis_url,
-                fleet_token=spec.fleet_token,
-                fleet_token_file=spec.fleet_token_file,
-                host=self.address,
-                log_dir=spec.log_dir,
-            )
-        )
+        self._launch(AttachedSettings(spec=msgspec.structs.replace(spec, host=self.address)))
 
     def _launch(self, settings: AttachedSettings) -> None:
         self._settings = settings
@@ -93,7 +84,8 @@ class AttachedPools:
         same = [lane.model for lane in self._config.lanes] == [lane.model for lane in config.lanes]
         self._config = config
         if self._settings is not None:
-            self._settings = msgspec.structs.replace(self._settings, config_json=spec.config_json)
+            kept = msgspec.structs.replace(self._settings.spec, config_json=spec.config_json)
+            self._settings = msgspec.structs.replace(self._settings, spec=kept)
         if same:
             self._write(spec.config_json.encode())
             return

@@ -12,7 +12,14 @@ from operator import attrgetter
 
 from baton.config.fleet_file import FleetConfig
 from baton.registry.types import Role
-from fleet.pools.resources import bundles, settings_digest, worker_environment, worker_settings
+from fleet.pools.resources import (
+    ControllerSpec,
+    bundles,
+    settings_digest,
+    worker_environment,
+    worker_settings,
+)
+from fleet.pools.slots import Launch
 
 # Keys that need a stop and a start, and the reason.
 _FIXED = {
@@ -34,6 +41,7 @@ _FIXED_PARTS = {
     "pools.routers": "their sockets are open",
     "logs.dir": "its files are open",
 }
+_NO_SPEC = ControllerSpec(config_json="", redis_url="", fleet_token="", host="", log_dir="")
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
@@ -101,26 +109,30 @@ def _lane_changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None)
     begun = [name for name in new.models if name not in old.models]
     ended = [name for name in old.models if name not in new.models]
     kept = [name for name in new.models if name in old.models]
-    found = {name: _changes(old.lane(name), new.lane(name), same_keys=same_keys) for name in kept}
+    by_lane = {name: _changes(old.lane(name), new.lane(name), same_keys=same_keys) for name in kept}
     for name in begun:
-        found[name] = Changes(added=_counted(new.lane(name).pools.start_sizes))
+        by_lane[name] = Changes(added=_counted(new.lane(name).pools.start_sizes))
     for name in ended:
-        found[name] = Changes(removed=_counted(old.lane(name).pools.start_sizes))
+        by_lane[name] = Changes(removed=_counted(old.lane(name).pools.start_sizes))
     of_fleet = _changes(old, new, same_keys=same_keys)
     parts = {
-        part: tuple(f"{name}: {text}" for name, one in found.items() for text in getattr(one, part))
+        part: tuple(
+            f"{name}: {text}" for name, change in by_lane.items() for text in getattr(change, part)
+        )
         for part in ("turned", "added", "removed", "renewed")
     }
     keys = ["models"] * bool(begun or ended)
     gates = [name for name in kept if old.models[name].gates != new.models[name].gates]
     keys += ["gates"] * bool(gates)
-    keys += [key for one in (of_fleet, *found.values()) for key in one.keys]
+    keys += [key for change in (of_fleet, *by_lane.values()) for key in change.keys]
     return Changes(
         keys=tuple(dict.fromkeys(keys)),
         refused=tuple(
-            dict.fromkeys(line for one in (of_fleet, *found.values()) for line in one.refused)
+            dict.fromkeys(
+                line for change in (of_fleet, *by_lane.values()) for line in change.refused
+            )
         ),
-        router=bool(begun or ended or gates) or any(one.router for one in found.values()),
+        router=bool(begun or ended or gates) or any(change.router for change in by_lane.values()),
         models_ended=tuple(ended),
         **parts,
     )
@@ -180,20 +192,11 @@ def _counted(workers: Mapping[Role, int] | Mapping[str, int]) -> tuple[str, ...]
 
 def _started(config: FleetConfig, role: Role) -> str:
     """Return a digest of everything that a worker of a role is started with."""
-    settings = worker_settings(
-        config,
-        worker_id="",
-        role=role,
-        epoch=0,
-        redis_url="",
-        fleet_token="",
-        host="",
-        log_dir="",
-    )
+    settings = worker_settings(config, Launch("", role, 0), _NO_SPEC)
     return f"{settings_digest(settings)} {bundles(config, role)} {worker_environment(config)}"
 
 
 def _router_reads(config: FleetConfig) -> object:
-    from router.settings import RouterSettings
+    from router.settings import LaneSettings, ProcessSettings
 
-    return RouterSettings.from_config(config.model_copy(update={"api_keys": None}))
+    return ProcessSettings.of(config), LaneSettings.of(config)

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,26 +45,32 @@ _PAUSE_S = (5.0, 30.0)  # between two attempts: the first pause, the longest
 _STOP_LIMIT_S = 8.0
 
 
+@dataclass(frozen=True, slots=True)
+class RayCluster:
+    """Ray cluster that runs the workers, by its address.
+
+    ``take_over`` takes the fleet, with its workers, from another supervisor; ``leave`` keeps
+    workers running after a stop.
+    """
+
+    address: str
+    take_over: bool = False
+    leave: bool = False
+
+
 class ClusterPools:
     """Worker pools of one fleet on a cluster. All calls come from the main thread.
 
-    ``take_over`` takes the lease from another supervisor; ``url`` is stored in the lease.
+    ``url`` is stored in the lease.
     """
 
     def __init__(
-        self,
-        config: FleetConfig,
-        address: str,
-        *,
-        redis_url: str,
-        url: str,
-        log: Path,
-        take_over: bool,
+        self, config: FleetConfig, cluster: RayCluster, *, redis_url: str, url: str, log: Path
     ) -> None:
         self._config = config
-        self._ray_address = address
+        self._ray_address = cluster.address
         self._redis_url = redis_url
-        self._take_over = take_over
+        self._take_over = cluster.take_over
         self._log = log
         self._me = this_process(url)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -129,13 +136,13 @@ class ClusterPools:
 
     def slots(self) -> list[dict[str, Any]]:
         """Return worker_id, phase, epoch, reason and node of each slot that is known."""
-        found: list[dict[str, Any]] = []
+        slots: list[dict[str, Any]] = []
         with contextlib.suppress(RegistryUnavailableError, TimeoutError):
             for lane in self._specs():
                 asked = self._orders(lane).ask("slots", timeout_s=_PING_LIMIT_S)
                 answer = self._call(asked, 10.0)
-                found += answer.data if answer is not None else []
-        return found
+                slots += answer.data if answer is not None else []
+        return slots
 
     def problem(self) -> str:
         """Return why this process must stop supervising; empty if it need not."""
@@ -164,7 +171,7 @@ class ClusterPools:
         if self._loop is None:
             return
         with contextlib.suppress(TimeoutError, RegistryUnavailableError):
-            self._call(self._end_watch(), 3.0)
+            self._call(self._tasks.close(), 3.0)
         if self._holds_lease and self._taken_by is None:
             if not (leave and self.adopted):
                 with contextlib.suppress(TimeoutError, RegistryUnavailableError):
@@ -213,9 +220,6 @@ class ClusterPools:
 
     async def _watch_lane(self, lane: str) -> None:
         self._tasks.keep(partial(self._watch_controller, lane), "controller")
-
-    async def _end_watch(self) -> None:
-        await self._tasks.close()
 
     async def _take_lease(self) -> None:
         lease = FleetLease(self._connected(), self._me)
@@ -270,10 +274,7 @@ class ClusterPools:
     async def _ensure(self, lane: str) -> ClusterReply:
         spec = self._specs()[lane]
         call = ClusterCall(
-            verb="ensure",
-            address=self._ray_address,
-            config_json=spec.config_json,
-            spec=spec,
+            verb="ensure", address=self._ray_address, config_json=spec.config_json, spec=spec
         )
         return await asyncio.to_thread(call_cluster, call, self._log, CALL_LIMIT_S)
 

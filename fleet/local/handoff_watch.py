@@ -10,7 +10,10 @@ from collections.abc import Callable
 import httpx
 import msgspec
 
+from fleet.local.http_trust import trusted
+
 _LOOK_EVERY_S = 15.0
+_ANSWER_LIMIT_S = 3.0
 _LEAST_FAILURES = 5
 _FAILING = (
     "warning: all KV hand-offs fail ({failures} since the last success): decode workers compute "
@@ -57,15 +60,9 @@ class HandoffState:
 class HandoffWatch:
     """Reads the totals from a router in a thread, and shows the news."""
 
-    def __init__(
-        self,
-        read: Callable[[], Transfers],
-        say: Callable[[str], None],
-        look_every_s: float = _LOOK_EVERY_S,
-    ) -> None:
+    def __init__(self, read: Callable[[], Transfers], say: Callable[[str], None]) -> None:
         self._read = read
         self._say = say
-        self._look_every_s = look_every_s
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, daemon=True, name="hand-offs").start()
 
@@ -75,8 +72,21 @@ class HandoffWatch:
 
     def _watch(self) -> None:
         state = HandoffState()
-        while not self._stopped.wait(self._look_every_s):
+        while not self._stopped.wait(_LOOK_EVERY_S):
             # A router may be restarting.
             with contextlib.suppress(httpx.HTTPError, OSError, msgspec.MsgspecError):
                 if line := state.note(self._read()):
                     self._say(line)
+
+
+def read_transfers(url: str, token: str, certificate: str) -> Transfers:
+    """Return the totals that a router reports."""
+    answer = httpx.get(
+        f"{url}/fleet",
+        headers={"authorization": f"Bearer {token}"},
+        timeout=_ANSWER_LIMIT_S,
+        trust_env=False,
+        verify=trusted(certificate),
+    )
+    answer.raise_for_status()
+    return msgspec.json.decode(answer.content, type=FleetPage).transfers

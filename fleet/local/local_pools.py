@@ -73,8 +73,8 @@ class LocalPools:
         from fleet.pools.placement import cluster_nodes
 
         nodes = cluster_nodes()
-        for one in config.lanes:
-            check_nodes(one, nodes)
+        for each in config.lanes:
+            check_nodes(each, nodes)
         cpus = sum(node.cpus for node in nodes)
         if len(config.lanes) > 1 and config.cpus_total > cpus:  # each alone has room
             raise CapacityError(
@@ -93,8 +93,8 @@ class LocalPools:
             else:
                 self._specs[lane] = of_lane
             finally:
-                if (found := ray_runtime.Controller.find(lane)) is not None:
-                    self._controllers[lane] = found
+                if (controller := ray_runtime.Controller.find(lane)) is not None:
+                    self._controllers[lane] = controller
         self._config = config
 
     def _specs_here(self, config: FleetConfig, spec: ControllerSpec) -> dict[str, ControllerSpec]:
@@ -113,7 +113,9 @@ class LocalPools:
         from ray.exceptions import RayError
 
         with contextlib.suppress(RayError):
-            return [slot for one in self._controllers.values() for slot in one.status()]
+            return [
+                slot for controller in self._controllers.values() for slot in controller.status()
+            ]
         return []
 
     def problem(self) -> str:
@@ -159,8 +161,8 @@ class LocalPools:
 
         if lane in self._specs:
             ray_runtime.Controller.ensure(lane, self._specs[lane])
-            if (found := ray_runtime.Controller.find(lane)) is not None:
-                self._controllers[lane] = found
+            if (controller := ray_runtime.Controller.find(lane)) is not None:
+                self._controllers[lane] = controller
 
     def stop(self, *, leave: bool) -> None:
         """End the workers, then Ray; ``leave`` is ignored, as nothing can outlive a private Ray."""

@@ -24,7 +24,7 @@ def rotate(folder: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
 
     Writers keep the files open for appending, so a large file is copied, then truncated.
     """
-    for file in (found for pattern in _OURS for found in folder.glob(pattern)):
+    for file in (path for pattern in _OURS for path in folder.glob(pattern)):
         with contextlib.suppress(OSError):  # a full disk must not end the fleet
             if file.stat().st_size > limit_bytes:
                 older = file.with_suffix(".log.1")

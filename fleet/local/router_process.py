@@ -47,10 +47,10 @@ def own_address(*, version6: bool = False) -> str:
         probe.connect((elsewhere, 9))
         return str(probe.getsockname()[0])
     addresses = psutil.net_if_addrs().items()
-    found = (a.address for _, several in addresses for a in several if a.family is family)
+    own = (a.address for _, several in addresses for a in several if a.family is family)
     loopback = "::1" if version6 else "127.0.0.1"
     inner = ("127.", "::1", "fe80:")  # unreachable from other hosts
-    return next((address for address in found if not address.startswith(inner)), loopback)
+    return next((address for address in own if not address.startswith(inner)), loopback)
 
 
 def url_of(scheme: str, host: str, port: int, *, elsewhere: bool = False) -> str:
@@ -79,17 +79,17 @@ def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:
     try:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         for _ in range(count - 1):
-            one = socket.socket(held.family)
-            sockets.append(one)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if one.family is socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            one.bind(address)
-            one.listen(BACKLOG)
+            listener = socket.socket(held.family)
+            sockets.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if listener.family is socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
     except OSError:
-        for one in sockets[1:]:
-            one.close()
+        for listener in sockets[1:]:
+            listener.close()
         return [held]
     return sockets
 
@@ -181,7 +181,7 @@ class RouterProcesses:
         """
         group.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._group = group
-        descriptors = [one.fileno() for one in self._sockets]
+        descriptors = [each.fileno() for each in self._sockets]
         options = ["--port", str(self.port), *(f"--fd={number}" for number in descriptors)]
         options += ["--group", str(group), "--routers", str(self.count)]
         command = [sys.executable, "-P", "-m", "router", "--config", str(config_file), *options]
@@ -296,8 +296,8 @@ class RouterProcesses:
 
     def begin_stop(self) -> None:
         """Stop accepting connections; active requests get until `finish_stop`'s limit."""
-        for one in self._sockets:
-            one.close()
+        for each in self._sockets:
+            each.close()
         for life in self._all():
             if not life.ended:
                 life.process.terminate()

@@ -20,7 +20,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -192,14 +192,14 @@ def write_whole(file: Path, contents: bytes) -> None:
 def load(name: str) -> FleetState | None:
     """Return a fleet's state; None if it was never started, or stopped cleanly."""
     try:
-        found = msgspec.json.decode((home() / name / "state.json").read_bytes(), type=FleetState)
+        state = msgspec.json.decode((home() / name / "state.json").read_bytes(), type=FleetState)
     except (OSError, msgspec.DecodeError):
         return None
-    if found.fleet_token_file:  # the token may have been rotated since
+    if state.fleet_token_file:  # the token may have been rotated since
         with contextlib.suppress(SecretError):
-            token = read_tokens(found.fleet_token_file)[0]
-            found = msgspec.structs.replace(found, fleet_token=token)
-    return found
+            token = read_tokens(state.fleet_token_file)[0]
+            state = msgspec.structs.replace(state, fleet_token=token)
+    return state
 
 
 def load_all() -> list[FleetState]:
@@ -217,8 +217,8 @@ def forget_unless_followed(state: FleetState) -> None:
     """Remove a fleet's state, unless another supervisor has started it since."""
     if (lock := FleetLock.take(state.name)) is None:
         return
-    found = load(state.name)
-    if found is not None and found.supervisor == state.supervisor:
+    present = load(state.name)
+    if present is not None and present.supervisor == state.supervisor:
         forget(state.name)
     lock.release()
 
@@ -250,6 +250,14 @@ def claim(name: str, say: Callable[[str], None]) -> FleetLock | None:
     forget(name)
     say(f"cleaned up after a killed run ({left} leftover processes ended)")
     return lock
+
+
+def claim_first(names: Sequence[str], say: Callable[[str], None]) -> tuple[str, FleetLock | None]:
+    """Lock the first free state folder; return the last one without a lock if none is."""
+    for name in names:
+        if (lock := claim(name, say)) is not None:
+            return name, lock
+    return names[-1], None
 
 
 def sweep(run_folder: str, grace_s: float = 0.0) -> int:

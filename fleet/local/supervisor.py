@@ -16,31 +16,28 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 
 from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.telemetry.progress import Progress
-from fleet.lease_keeper import LeaseKeeper
 from fleet.local import state as fleet_state
 from fleet.local.attached_pools import LOG as ATTACHED_LOG
 from fleet.local.attached_pools import AttachedPools
 from fleet.local.audited import audit_here
-from fleet.local.changes import Changes, changes, keys_digest
+from fleet.local.changes import keys_digest
 from fleet.local.checks.machine_fit import missing_files, missing_resources
 from fleet.local.checks.preflight import describe_model, notes
-from fleet.local.checks.redis_check import check_external, redacted
-from fleet.local.cluster_pools import ClusterPools
+from fleet.local.cluster_pools import ClusterPools, RayCluster
+from fleet.local.fleet_redis import FleetRedis
 from fleet.local.fleet_token import KnownToken, fleet_token
-from fleet.local.handoff_watch import FleetPage, HandoffWatch, Transfers
+from fleet.local.followed_file import FollowedFile
+from fleet.local.handoff_watch import HandoffWatch, read_transfers
 from fleet.local.http_trust import trusted
 from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import OwnOutput, rotate, tail
-from fleet.local.redis_server import EmbeddedRedis, RedisKeeper, server_program
 from fleet.local.router_process import (
     RouterFailedError,
     RouterProcesses,
@@ -50,6 +47,7 @@ from fleet.local.router_process import (
 )
 from fleet.local.signals import StopRequestedError, StopSignal
 from fleet.local.state import FleetState
+from fleet.local.worker_phases import ShownWorkers, all_in_place, late_workers
 from fleet.pools.resources import ControllerSpec
 from fleet.process_key import ProcessKey
 
@@ -60,9 +58,6 @@ _POLL_S = 0.25
 _CONTROLLER_POLL_S = 2.0
 _CONTROLLER_LOST_S = 30.0
 _LOOK_COUNTS_S = 10.0  # at most
-_NAMED = 3  # workers that a line of the start names
-_GIVE_UP_LIVES = 3  # failed starts of a worker after which the fleet's start fails
-_IN_PLACE = ("ready", "parked", "absent", "unfit")  # the last two are of attached servers
 _ANSWER_LIMIT_S = 3.0  # a starting router's socket accepts connections before it responds
 
 
@@ -75,10 +70,9 @@ class RayLostError(FleetError):
 
 
 class Supervisor:
-    """A fleet in the foreground, on the Ray cluster at ``address`` or else on a private Ray.
+    """A fleet in the foreground, on a Ray cluster or else on a private Ray.
 
-    ``take_over`` takes the fleet, with its workers, from another supervisor; ``leave`` keeps
-    workers on a cluster running after a stop; ``reread`` reads a changed file.
+    ``reread`` reads a changed file.
     """
 
     def __init__(
@@ -86,45 +80,36 @@ class Supervisor:
         config: FleetConfig,
         config_file: Path,
         say: Callable[[str], None],
-        address: str | None = None,
+        cluster: RayCluster | None = None,
         *,
-        take_over: bool = False,
-        leave: bool = False,
         reread: Callable[[], FleetConfig] | None = None,
     ) -> None:
-        self._config = config
         self._config_file = Path(os.path.abspath(config_file))  # noqa: PTH100 - keep links: mounts replace their targets
         self._progress = Progress(say)
         self._say = self._progress.say
-        self._address = address
-        self._take_over = take_over
-        self._leave = leave
-        self._reread = reread
-        self._changing: Changes | None = None  # in progress
-        self._changes_done = 0
-        self._rolling = False  # routers are being replaced, the last step of a change
-        self._routers_behind = False  # they failed to follow the last change
-        self._change_problem = ""  # why the last change failed
-        self._change_awaits = ""  # what the change in progress waits for
+        self._file = FollowedFile(config, reread, self._say)
+        self._cluster = cluster
         self._rolls_failed = 0
         self._roll_problem = ""  # why new routers were given up
-        self._shown: dict[str, str] = {}  # last line of each worker
+        self._shown = ShownWorkers(self._say)
         self._stop = StopSignal()
         self._token = KnownToken("", "")
         self._name = config.fleet  # of its state folder
         self._lock: fleet_state.FleetLock | None = None  # of the state folder
         self._logs = Path()
-        self._redis: RedisKeeper | None = None
+        self._redis = FleetRedis(config, self._say)
         self._handoffs: HandoffWatch | None = None
-        self._lease: LeaseKeeper | None = None  # of the fleet's name on a shared Redis
         self._routers: RouterProcesses | None = None
         self._pools: LocalPools | ClusterPools | AttachedPools | None = None
         self._output: OwnOutput | None = None
         self._run_folder = Path()
         self._served = False  # the start is over, and in the audit log
-        self._redis_url = ""
         self._port = 0
         self.chats = True  # whether the first model has a chat template; set by the start
+
+    @property
+    def _config(self) -> FleetConfig:
+        return self._file.config
 
     @property
     def url(self) -> str:
@@ -172,7 +157,7 @@ class Supervisor:
         self._logs = fleet_state.log_folder(self._config, self._name)
         self._token = fleet_token(self._name, self._config)
         missing = missing_files(self._config)
-        if self._address is None and not self._config.is_attached:
+        if self._cluster is None and not self._config.is_attached:
             missing += missing_resources(self._config)
         if missing:
             raise FleetError("; ".join(missing))
@@ -184,33 +169,26 @@ class Supervisor:
         fleet_state.enter(self._run_folder)
         self._save_state()
         self._progress.awaited = "Redis"
-        self._start_redis()
+        lease_url = self.announced_url if self._cluster is None else None  # else its pools take it
+        self._redis.start(self._run_folder, self._logs, lease_url)
         self._save_state()
         sums = fleet_state.state_folder(self._name) / "transfers.json"
         sums.unlink(missing_ok=True)  # an earlier fleet's sums; a restarted router resumes its own
         self._progress.awaited = "Ray and the controller"
         if self._config.is_attached:
             self._progress.awaited = "the attached servers"
-        if self._address is None:  # a private Ray leaves the CPUs idle for half of its start
+        if self._cluster is None:  # a private Ray leaves the CPUs idle for half of its start
             self._start_routers(self._routers)
         self._start_workers()
-        if self._address is not None:
+        if self._cluster is not None:
             self._start_routers(self._routers)
         self._wait_until_ready(self._routers)
-        self._handoffs = HandoffWatch(self._read_transfers, self._say)
+        self._handoffs = HandoffWatch(
+            lambda: read_transfers(self.url, self._token.token, self._config.clients.certificate),
+            self._say,
+        )
         for lane in unchecked:  # the routers have loaded its files
             self._describe(lane)
-
-    def _read_transfers(self) -> Transfers:
-        answer = httpx.get(
-            f"{self.url}/fleet",
-            headers={"authorization": f"Bearer {self._token.token}"},
-            timeout=_ANSWER_LIMIT_S,
-            trust_env=False,
-            verify=trusted(self._config.clients.certificate),
-        )
-        answer.raise_for_status()
-        return msgspec.json.decode(answer.content, type=FleetPage).transfers
 
     def _describe(self, lane: FleetConfig) -> bool:
         """Show what a model is; return whether it could be checked."""
@@ -224,13 +202,12 @@ class Supervisor:
 
     def _choose_name(self) -> None:
         fleet = self._config.fleet
-        shared = self._config.redis != EMBEDDED or self._address is not None
+        shared = self._config.redis != EMBEDDED or self._cluster is not None
         # Without shared Redis or Ray, a second fleet of the same file may run.
-        for name in (fleet,) if shared else (fleet, f"{fleet}-{self._port}"):
-            self._name = name
-            self._lock = fleet_state.claim(name, self._say)
-            if self._lock is not None:
-                return
+        names = (fleet,) if shared else (fleet, f"{fleet}-{self._port}")
+        self._name, self._lock = fleet_state.claim_first(names, self._say)
+        if self._lock is not None:
+            return
         other = fleet_state.load(self._name)
         owner = f"pid {other.supervisor.pid}, {other.url}" if other is not None else "starting"
         raise FleetError(
@@ -249,70 +226,51 @@ class Supervisor:
                 supervisor=me,
                 run_folder=str(self._run_folder),
                 url=self.url,
-                redis_url=self._redis_url,
+                redis_url=self._redis.url,
                 log_dir=str(self._logs),
                 config_file=str(self._config_file),
                 fleet_token=self._token.token,
                 fleet_token_file=self._token.file,
                 certificate=self._config.clients.certificate,
                 tls=self._config.tls_files,
-                on_cluster=self._address is not None,
+                on_cluster=self._cluster is not None,
                 config_json=self._config.to_json(),
                 keys_digest=keys_digest(self._config, str(self._run_folder)),
-                changes_done=self._changes_done,
-                change_problem=self._change_problem,
-                change_awaits=self._change_awaits,
+                changes_done=self._file.changes_done,
+                change_problem=self._file.problem,
+                change_awaits=self._file.awaits,
                 rolls_failed=self._rolls_failed,
                 roll_problem=self._roll_problem,
             )
         )
-
-    def _start_redis(self) -> None:
-        import asyncio
-
-        if self._config.redis != EMBEDDED:
-            server = asyncio.run(check_external(self._config.redis, self._config.fleet))
-            self._redis_url = self._config.redis
-            self._say(f"redis is {server} at {redacted(self._config.redis)}")
-            if self._address is None:  # on a cluster, its pools take the lease
-                self._lease = LeaseKeeper(self._redis_url, self._config.fleet, self.announced_url)
-                self._lease.start()
-            return
-        own = EmbeddedRedis(self._run_folder, log_file=self._logs / "redis.log")
-        own.start()
-        self._redis = RedisKeeper(own, self._say)
-        self._redis_url = own.url
-        self._say(f"redis is up: {server_program()}")
 
     def _start_workers(self) -> None:
         if self._config.is_attached:
             self._pools = AttachedPools(self._config, self._logs)
             self._pools.start(self._spec(self._config))
             return
-        self._say(
-            "starting Ray" if self._address is None else f"connecting to Ray at {self._address}"
-        )
         self._output = OwnOutput(self._logs / "ray.log")
-        if self._address is None:
+        if self._cluster is None:
+            self._say("starting Ray")
             self._pools = LocalPools(self._config, self._run_folder / "r")
         else:
+            self._say(f"connecting to Ray at {self._cluster.address}")
             self._pools = ClusterPools(
                 self._config,
-                self._address,
-                redis_url=self._redis_url,
+                self._cluster,
+                redis_url=self._redis.url,
                 url=self.announced_url,
                 log=self._logs / "ray.log",
-                take_over=self._take_over,
             )
         self._pools.start(self._spec(self._config))
         self._stop.install()
         self._tell_news()
 
     def _spec(self, config: FleetConfig) -> ControllerSpec:
-        token = self._token.for_workers(config, here=self._address is None)
+        token = self._token.for_workers(config, here=self._cluster is None)
         return ControllerSpec(
             config_json=config.to_json(),
-            redis_url=self._redis_url,
+            redis_url=self._redis.url,
             fleet_token=token.token,
             fleet_token_file=token.file,
             host="",  # set by the pools
@@ -322,7 +280,7 @@ class Supervisor:
     def _start_routers(self, routers: RouterProcesses) -> None:
         secrets_by_environment = {
             **self._token.environment,
-            "BATON_REDIS_URL": self._redis_url,
+            "BATON_REDIS_URL": self._redis.url,
             "BATON_STATE_DIR": str(fleet_state.state_folder(self._name)),
             "BATON_AUDIT_FILE": str(fleet_state.audit_file(self._name)),
         }
@@ -331,11 +289,10 @@ class Supervisor:
 
     def _wait_until_ready(self, routers: RouterProcesses) -> None:
         deadline = time.monotonic() + START_LIMIT_S
-        first: dict[str, int] = {}  # worker id -> first epoch seen
         tls = trusted(self._config.clients.certificate)
         with httpx.Client(timeout=_ANSWER_LIMIT_S, trust_env=False, verify=tls) as client:
             while time.monotonic() < deadline:
-                self._show_start(first)
+                self._show_start()
                 self._check_ray()
                 for index, code in enumerate(routers.exit_codes):
                     if code is not None:
@@ -345,7 +302,9 @@ class Supervisor:
                         )
                 with contextlib.suppress(httpx.TransportError):
                     answer = client.get(f"{self.url}/health/ready")
-                    if answer.status_code == 200 and (self._adopted or self._all_in_place()):
+                    if answer.status_code == 200 and (
+                        self._adopted or all_in_place(self._slots(), self._config)
+                    ):
                         return
                 time.sleep(_POLL_S)
         raise FleetError(
@@ -360,40 +319,23 @@ class Supervisor:
     def _slots(self) -> list[dict[str, Any]]:
         return self._pools.slots() if self._pools is not None else []
 
-    def _show_slots(self) -> list[dict[str, Any]]:
-        """Show each worker whose phase has changed; return all slots."""
+    def _show_start(self) -> None:
         slots = self._slots()
-        for slot in slots:
-            name = slot["worker_id"]
-            reason = slot["reason"]
-            life = f", epoch {slot['epoch']}" if slot["epoch"] > 1 else ""
-            line = f"{name} {slot['phase']}{life}" + (f" ({reason})" if reason else "")
-            if self._shown.get(name) != line:
-                self._shown[name] = line
-                self._say(line)
-        return slots
-
-    def _show_start(self, first: dict[str, int]) -> None:
-        slots = self._show_slots()
         if isinstance(self._pools, AttachedPools) and (problem := self._pools.refusal):
             raise FleetError(f"{problem}; see {self._logs / ATTACHED_LOG}.log")
-        self._progress.awaited = _late_workers(slots) or (
-            "the router" if slots else "the controller"
-        )
-        for slot in slots:
-            name = slot["worker_id"]
-            reason = slot["reason"]
-            lives = slot["epoch"] - first.setdefault(name, max(slot["epoch"], 1)) + 1
-            failed = lives >= _GIVE_UP_LIVES and reason and slot["phase"] == "waiting"
-            if failed and not self._adopted:
-                raise FleetError(f"{name} failed {lives} times: {reason}\n{tail(self._logs, name)}")
+        self._shown.show(slots)
+        waits_for = "the router" if slots else "the controller"
+        self._progress.awaited = late_workers(slots) or waits_for
+        failed = self._shown.failed_start(slots)
+        if failed is not None and not self._adopted:
+            name, problem = failed
+            raise FleetError(f"{problem}\n{tail(self._logs, name)}")
 
     def _watch(self) -> None:
         silent_s = 0.0  # without a response of the controller
         last_look_s = next_look_s = time.monotonic()
         while not self._stop.wait(_POLL_S):
-            if self._redis is not None:
-                self._redis.keep(time.monotonic())
+            self._redis.keep()
             self._keep_routers()
             self._check_ray()
             self._follow_changes()
@@ -404,7 +346,9 @@ class Supervisor:
                 last_look_s = time.monotonic()
                 if responds:
                     silent_s = 0.0
-                    self._note_awaited(self._show_slots())
+                    slots = self._slots()
+                    self._shown.show(slots)
+                    self._note_awaited(slots)
                 next_look_s = time.monotonic() + _CONTROLLER_POLL_S
                 rotate(self._logs)
             if silent_s > _CONTROLLER_LOST_S:
@@ -431,73 +375,27 @@ class Supervisor:
 
     def _follow_changes(self) -> None:
         """Start a requested change; finish one whose workers are ready."""
+        file = self._file
         if self._stop.take_change():
             try:
-                self._changing = self._begin_change(self._changing)
+                file.begin(self._pools, self._spec)
             except (ValueError, RuntimeError, OSError) as error:  # a bad file must not end a fleet
                 self._end_change(f"the file was rejected, the fleet is unchanged: {error}")
-        elif self._changing is not None and self._all_in_place():
-            self._replace_routers(self._changing)
+        elif file.changing is not None and all_in_place(self._slots(), self._config):
+            problem = file.replace_routers(file.changing, self._routers, self._pools, self._logs)
+            if problem is not None:
+                file.changing = None
+                self._end_change(problem)
 
     def _note_awaited(self, slots: list[dict[str, Any]]) -> None:
         """Write what a change waits for into the state, where `--reconcile` finds it."""
-        awaited = _late_workers(slots) or ("the new routers" if self._rolling else "")
-        if self._changing is not None and awaited != self._change_awaits:
-            self._change_awaits = awaited
+        if self._file.note_awaited(late_workers(slots)):
             self._note_state()
-
-    def _replace_routers(self, plan: Changes) -> None:
-        """Execute the last step of a change; called until it is done."""
-        routers = self._routers
-        problem = ""
-        if plan.router and routers is not None:
-            if not self._rolling:
-                self._rolling = True
-                routers.roll()
-            if not routers.rolled or (plan.models_ended and not routers.settled):
-                return
-            self._rolling = False
-            self._routers_behind = bool(routers.roll_failed)
-            if failed := routers.roll_failed:
-                problem = (
-                    f"{failed}; the present routers keep serving:\n{tail(self._logs, 'router')}"
-                )
-            elif plan.models_ended and self._pools is not None:
-                self._pools.retire()  # no router uses their workers any more
-        self._changing = None
-        self._end_change(problem)
-
-    def _all_in_place(self) -> bool:
-        slots = self._slots()  # parked ones were drained by an operator
-        bounds = [lane.pools.bounds for lane in self._config.lanes]
-        may_be_empty = all(bound is not None and bound.min == 0 for bound in bounds)
-        return bool(slots or may_be_empty) and not any(_is_late(slot) for slot in slots)
-
-    def _begin_change(self, earlier: Changes | None) -> Changes:
-        if self._reread is None or self._pools is None:
-            raise ValueError("this supervisor cannot reread its file")
-        new = self._reread()
-        plan = changes(self._config, new)
-        if plan.refused:
-            raise ValueError("; ".join(plan.refused))
-        for lane in new.lanes:
-            if warning := describe_model(lane).warning:
-                self._say(f"note: {warning}")
-        for line in plan.lines:
-            self._say(line)
-        if plan.keys:
-            self._pools.change(new, self._spec(new))
-        self._config = new
-        self._rolling = False  # routers replaced so far have read an older file
-        late = self._routers_behind or (earlier is not None and earlier.router)
-        return replace(plan, router=plan.router or late)
 
     def _end_change(self, problem: str = "") -> None:
         self._say(problem or "the fleet matches its file")
         self._audit("file refused" if problem else "file applied", {"problem": problem or None})
-        self._changes_done += 1
-        self._change_problem = problem
-        self._change_awaits = ""
+        self._file.end(problem)
         self._note_state()
 
     def _note_state(self) -> None:
@@ -515,7 +413,7 @@ class Supervisor:
         if self._pools is None:
             return
         self._tell_news()
-        if self._lease is not None and (other := self._lease.taken_by) is not None:
+        if (other := self._redis.taken_by) is not None:
             raise FleetError(f"the fleet was taken over by {other}")
         if problem := self._pools.problem():
             raise RayLostError(f"{problem}; see {self._logs / 'ray.log'}")
@@ -541,35 +439,21 @@ class Supervisor:
             stack.callback(alarm.cancel)
             stack.callback(fleet_state.forget, self._name)
             stack.callback(fleet_state.sweep, str(self._run_folder))
-            if self._redis is not None:
-                stack.callback(self._redis.stop)
+            stack.callback(self._redis.stop)
             if self._handoffs is not None:
                 stack.callback(self._handoffs.stop)
-            if self._lease is not None:
-                stack.callback(self._lease.stop)
             stack.callback(self._stop_workers)
             if self._routers is not None:  # first: their requests need the workers
                 self._routers.begin_stop()
                 self._routers.finish_stop(_ROUTER_STOP_S)
 
     def _stop_workers(self) -> None:
+        leave = self._cluster is not None and self._cluster.leave
         if self._pools is not None:
-            self._pools.stop(leave=self._leave or not self._stop.is_set)
+            self._pools.stop(leave=leave or not self._stop.is_set)
 
     def _end_by_force(self) -> None:
         self._say("stopping takes too long: killing the remaining processes")
         fleet_state.sweep(str(self._run_folder))
         fleet_state.forget(self._name)
         os._exit(1)
-
-
-def _late_workers(slots: list[dict[str, Any]]) -> str:
-    """Return the names of workers that are not ready yet, or ""."""
-    late = [slot["worker_id"] for slot in slots if _is_late(slot)]
-    more = f" and {len(late) - _NAMED} more workers" if len(late) > _NAMED else ""
-    return ", ".join(late[:_NAMED]) + more
-
-
-def _is_late(slot: dict[str, Any]) -> bool:
-    """Return whether a worker is not ready, or has yet to be restarted by a rolling restart."""
-    return slot["phase"] not in _IN_PLACE or slot.get("renewed_later", False)

@@ -34,6 +34,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from baton.config.fleet_file import FleetConfig
+from baton.planner.state import WorkerState
 from baton.registry import wanted_sizes as wanted
 from baton.registry.admin_commands import AdminCommand, CommandReply
 from baton.registry.redis_store import Registry, RegistryUnavailableError
@@ -69,6 +70,7 @@ class CommandDesk:
     now_ns: Callable[[], int]
     log_dir: str
     planning: RolePlanning
+    loads: Callable[[], Sequence[WorkerState]]  # of the ready workers
 
     async def execute(self, order: AdminCommand) -> CommandReply:
         """Execute a command; the answer has the problem if it is rejected."""
@@ -220,7 +222,7 @@ class CommandDesk:
 
     def _leaving_order(self) -> LeavingOrder:
         """Return the order in which workers leave: those that free a node with the least work."""
-        streams = {state.worker_id: state.streams for state in self.planning.workers()}
+        streams = {state.worker_id: state.streams for state in self.loads()}
         workers: Counter[str] = Counter()
         work: Counter[str] = Counter()
         for worker_id in self.machine.slots:
@@ -279,11 +281,11 @@ class CommandDesk:
     async def _close(self, name: str, close: bool) -> CommandReply:
         nodes = await self.placements.nodes()
         closed = self.placements.closed
-        found = next((n for n in nodes if name in (n.name, n.address, n.id)), None)
-        if found is None and (close or name not in closed):  # a lost node can be opened
+        target = next((n for n in nodes if name in (n.name, n.address, n.id)), None)
+        if target is None and (close or name not in closed):  # a lost node can be opened
             there = ", ".join(f"{n.name} ({n.address})" for n in nodes)
             return CommandReply(f"no such node: {name} (nodes: {there})")
-        address = found.address if found is not None else name
+        address = target.address if target is not None else name
         if not close:
             closed.discard(address)
             return CommandReply()
@@ -339,8 +341,8 @@ class CommandDesk:
         reader = ray.remote(read_logs).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(_READ_LIMIT_S):
-                found: dict[str, str] = await reader.remote(self.log_dir, name, lines)
-                return found
+                texts: dict[str, str] = await reader.remote(self.log_dir, name, lines)
+                return texts
         return {"": f"{node.name} did not respond within {_READ_LIMIT_S:g} s"}
 
 
@@ -359,12 +361,12 @@ class WantedState:
     async def read(self) -> wanted.Wanted | None:
         """Read the state and close its nodes; return None if Redis is down."""
         try:
-            found = await wanted.read(self.registry, self.of)
+            state = await wanted.read(self.registry, self.of)
         except RegistryUnavailableError:
             return None
-        self.placements.closed |= set(found.closed_nodes)
+        self.placements.closed |= set(state.closed_nodes)
         self.known = True
-        return found
+        return state
 
     async def note(self, machine: FleetController, planning: RolePlanning) -> None:
         """Write the state. Called regularly: a restarted Redis is empty, and the key expires."""
@@ -391,16 +393,16 @@ async def routers_behind(demands: RouterDemands, turn: int) -> list[str]:
     while True:
         waited_s = time.monotonic() - began_s
         try:
-            found = await demands.read()
+            reported = await demands.read()
         except RegistryUnavailableError:
-            found = {}
-        for name, demand in found.items():
+            reported = {}
+        for name, demand in reported.items():
             if beats.setdefault(name, demand.beat) != demand.beat:
                 reporting.add(name)
-        behind = sorted(name for name, demand in found.items() if demand.turn < turn)
+        behind = sorted(name for name, demand in reported.items() if demand.turn < turn)
         if waited_s >= _SILENT_S:
             behind = [name for name in behind if name in reporting]
-        if not behind and (found or waited_s >= _SILENT_S):
+        if not behind and (reported or waited_s >= _SILENT_S):
             return []
         if waited_s >= _FOLLOW_LIMIT_S:
             return behind

@@ -1,11 +1,15 @@
 """Audit entries of the commands that the controller executes, and of the planner's turns."""
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from baton.planner.state import WorkerState
 from baton.registry.admin_commands import AdminCommand, CommandReply
+from baton.registry.types import Role
 from baton.tenants.audit.log import AuditLog
+from fleet.pools.admin_commands import CommandDesk
 
 _READING = frozenset(("ping", "slots", "nodes", "logs", "plan"))
 
@@ -40,3 +44,39 @@ async def audit_order(
         before={name: before.get(name) for name in changed} or None,
         after=done or None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AuditedChanges:
+    """Changes of the planner, each with an entry in the audit log."""
+
+    desk: CommandDesk
+    log: AuditLog
+
+    @property
+    def sizes(self) -> Mapping[Role, int]:
+        """Return the pool sizes that were asked for last."""
+        return self.desk.machine.wanted
+
+    def workers(self) -> Sequence[WorkerState]:
+        """Return the ready workers."""
+        return self.desk.loads()
+
+    async def change_role(self, worker_id: str, role: Role, reason: str) -> str:
+        """Give a worker another role; return why it cannot have it, or ""."""
+        slot = self.desk.machine.slots.get(worker_id)
+        before = {"role": slot.role} if slot is not None else None
+        refused = await self.desk.change_role(worker_id, role)
+        if not refused:
+            after = {"role": role, "why": reason}
+            await self.log.record("turn", worker_id, who="planner", before=before, after=after)
+        return refused
+
+    async def resize(self, sizes: Mapping[Role, int], reason: str) -> str:
+        """Change the pool sizes; return why that is not possible, or ""."""
+        before = {"pools": self.sizes}
+        refused = await self.desk.resize(sizes)
+        if not refused:
+            after = {"pools": dict(sizes), "why": reason}
+            await self.log.record("scale", who="planner", before=before, after=after)
+        return refused

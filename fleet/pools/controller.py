@@ -15,10 +15,10 @@ Actions and events carry an epoch, so a late event of an earlier incarnation has
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from baton.registry.types import Role, role_in_name, worker_name
 from fleet.pools.balance import LeavingOrder, MayTurn, always, balance, same
+from fleet.pools.past_slots import PastSlot, PastSlots
 from fleet.pools.slots import (
     BACKOFF_FIRST_NS,
     SECOND_NS,
@@ -26,6 +26,7 @@ from fleet.pools.slots import (
     ChangeRole,
     Drain,
     Launch,
+    LivingWorker,
     Phase,
     Remove,
     Slot,
@@ -40,15 +41,6 @@ STOP_AGAIN_NS = 10 * SECOND_NS  # a Stop may get lost; it is repeated until the 
 KNOWN_AFTER_NS = 2 * SECOND_NS  # all routers use an incarnation that has been ready for so long
 MOVED_AFTER_STARTS = 2  # failed ones: the node may be the reason, such as a full disk
 _NEVER_NS = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class _Past:
-    """Last data of a slot that is not in the fleet now."""
-
-    epoch: int
-    role: Role
-    turn: int
 
 
 class FleetController:
@@ -74,13 +66,11 @@ class FleetController:
         self._place_limit_ns = place_limit_ns
         self._rolling: list[str] = []
         self._wanted = dict(pools)
-        self._past: dict[str, _Past] = {}
+        self._past = PastSlots()
         self._turns = 0  # the last turn's number
         for role, replicas in self._wanted.items():
             for _ in range(replicas):
                 self._add(role, now_ns)
-
-    # ---- admin commands --------------------------------------------------------------------------
 
     def resize(
         self,
@@ -161,42 +151,31 @@ class FleetController:
                 self._enter(slot, Phase.PARKED, now_ns)
         return actions
 
-    def adopt(
-        self,
-        worker_id: str,
-        epoch: int,
-        *,
-        ready: bool,
-        now_ns: int,
-        role: Role | None = None,
-        turn: int = 0,
-        silent: bool = False,
-    ) -> None:
+    def adopt(self, living: LivingWorker, now_ns: int) -> None:
         """Take over a living incarnation that an earlier controller started.
 
-        ``role`` and ``turn`` are those that it reports; without them, the registry's count. A
-        ``silent`` one has reported nothing, and its actor may be named after an earlier one: it is
-        taken for the latest in the registry, until `correct`. An incarnation beyond its
-        pool's size gets a slot too; the next `resize` drains it.
+        If it reports no role, the registry's counts. A silent one is taken for the latest in the
+        registry, until `correct`. An incarnation beyond its pool's size gets a slot too; the next
+        `resize` drains it.
         """
+        worker_id = living.worker_id
         slot = self.slots.get(worker_id)
         if slot is None:
-            past = self._past.get(worker_id)
-            known = past.role if past is not None else role_in_name(worker_id)
-            slot = self.slots[worker_id] = Slot(worker_id, known or role or "decode")
-            slot.turn = past.turn if past is not None else 0
-            slot.epoch = past.epoch if past is not None else 0
+            past = self._past.get(worker_id, role_in_name(worker_id) or "decode")
+            slot = self.slots[worker_id] = Slot(worker_id, past.role)
+            slot.turn = past.turn
+            slot.epoch = past.epoch
         if slot.phase is not Phase.WAITING:
             return
-        slot.used = max(epoch, slot.epoch)
-        slot.epoch = slot.used if silent else epoch
-        slot.told = turn
-        if role is not None and turn >= slot.turn:
-            slot.role = role
-            slot.turn = turn
-            self._turns = max(turn, self._turns)
-        self._enter(slot, Phase.READY if ready else Phase.STARTING, now_ns)
-        if not ready:
+        slot.used = max(living.epoch, slot.epoch)
+        slot.epoch = slot.used if living.silent else living.epoch
+        slot.told = living.turn
+        if living.role is not None and living.turn >= slot.turn:
+            slot.role = living.role
+            slot.turn = living.turn
+            self._turns = max(living.turn, self._turns)
+        self._enter(slot, Phase.READY if living.ready else Phase.STARTING, now_ns)
+        if not living.ready:
             slot.due_ns = now_ns + START_LIMIT_NS
 
     def correct(self, worker_id: str, epoch: int, reported: int) -> list[Action]:
@@ -212,8 +191,7 @@ class FleetController:
         """Record an epoch that was used, so that the next incarnation gets a higher one."""
         slot = self.slots.get(worker_id)
         if slot is None:
-            past = self._past.get(worker_id)
-            self.note_record(worker_id, epoch, past.role if past is not None else "decode", 0)
+            self.note_record(worker_id, epoch, self._past.get(worker_id, "decode").role, 0)
         elif slot.phase is Phase.WAITING:
             slot.epoch = max(epoch, slot.epoch)
 
@@ -222,9 +200,7 @@ class FleetController:
         self._turns = max(turn, self._turns)
         slot = self.slots.get(worker_id)
         if slot is None:
-            past = self._past.get(worker_id, _Past(0, role, 0))
-            later = role if turn >= past.turn else past.role
-            self._past[worker_id] = _Past(max(epoch, past.epoch), later, max(turn, past.turn))
+            self._past.note(worker_id, PastSlot(epoch, role, turn))
         elif slot.phase is Phase.WAITING:
             self.note_epoch(worker_id, epoch)
             if turn > slot.turn:
@@ -235,8 +211,6 @@ class FleetController:
         """Return whether an incarnation that is being placed should still start."""
         slot = self._current(worker_id, epoch)
         return slot is not None and slot.phase is Phase.STARTING and not slot.stopping
-
-    # ---- events --------------------------------------------------------------------------------
 
     def placed(self, worker_id: str, epoch: int, now_ns: int) -> None:
         """Note that an incarnation has room, and starts from now on."""
@@ -339,13 +313,11 @@ class FleetController:
         """Return whether no slot has a process."""
         return all(slot.phase in (Phase.WAITING, Phase.PARKED) for slot in self.slots.values())
 
-    # ---- inner ----------------------------------------------------------------------------------
-
     def _add(self, role: Role, now_ns: int) -> None:
         number = 0
         while (worker_id := worker_name(number, self._prefix)) in self.slots:
             number += 1
-        past = self._past.get(worker_id, _Past(0, role, 0))
+        past = self._past.get(worker_id, role)
         slot = Slot(worker_id, role, epoch=past.epoch, since_ns=now_ns, due_ns=now_ns)
         if past.turn and past.role != role:
             self._relabel(slot, role)
@@ -449,7 +421,7 @@ class FleetController:
         """Remove a slot, and keep its epoch in case it returns."""
         del self.slots[slot.worker_id]
         used = max(slot.epoch, slot.used)
-        self._past[slot.worker_id] = _Past(used, slot.role, slot.turn)
+        self._past.put(slot.worker_id, PastSlot(used, slot.role, slot.turn))
         return [slot.published("dead"), Remove(slot.worker_id)]
 
     def _roll(self, now_ns: int) -> list[Action]:

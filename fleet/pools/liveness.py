@@ -136,9 +136,9 @@ def end_actor(name: str, namespace: str) -> None:
 def _process_here(actor: Any) -> ProcessKey | None:
     """Return the process of a `WorkerActor` on this host, by Ray's table of actors."""
     with contextlib.suppress(RayError, psutil.Error):
-        found = ray._private.state.actors(actor._actor_id.hex())  # noqa: SLF001 - a developer API
+        entry = ray._private.state.actors(actor._actor_id.hex())  # noqa: SLF001 - a developer API
         here = ray.get_runtime_context().get_node_id()
-        key = ProcessKey.of(found["Pid"]) if found["Address"]["NodeID"] == here else None
+        key = ProcessKey.of(entry["Pid"]) if entry["Address"]["NodeID"] == here else None
         process = key.find() if key is not None else None
         if process is not None and "".join(process.cmdline()).startswith("ray::WorkerActor"):
             return key

@@ -69,6 +69,6 @@ class LifeTable(Generic[_Life]):
         """
         known = {(w, life.named) for t in (self._lives, self._kept) for w, life in t.items()}
         suspects = set(listed) - known
-        found = sorted(suspects & self._suspects)
+        strangers = sorted(suspects & self._suspects)
         self._suspects = suspects
-        return found
+        return strangers

@@ -14,7 +14,7 @@ The rules, hard ones first:
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from baton.config.fleet_file import FleetConfig
 from baton.registry.types import Role, worker_name
@@ -63,34 +63,46 @@ def usable(role: Role, nodes: Sequence[Node], closed: Collection[str] = ()) -> l
     ]
 
 
+class ReplicaNeed(NamedTuple):
+    """Room that a replica needs; ``cpus`` and ``gpus`` are those of one rank."""
+
+    role: Role
+    cpus: float
+    ranks: int = 1
+    gpus: int = 0
+
+
+def need_of(config: FleetConfig, role: Role) -> ReplicaNeed:
+    """Return the room that a replica of a lane needs."""
+    return ReplicaNeed(role, config.cpus_per_rank, config.pools.width(role), config.pools.gpus)
+
+
 def choose(
-    role: Role,
-    cpus: float,
+    need: ReplicaNeed,
     nodes: Sequence[Node],
     placed: Mapping[str, tuple[Collection[str], Role]],
     *,
-    ranks: int = 1,
-    gpus: int = 0,
     closed: Collection[str] = (),
     avoid: Collection[str] = (),
 ) -> list[Node]:
     """Return the node of each rank of a replica, the leader's first; empty without room.
 
-    ``placed`` has the other replicas: worker id -> (addresses of its ranks, role). ``cpus`` and
-    ``gpus`` are those of one rank. ``closed`` and ``avoid`` are addresses of nodes; those to avoid
-    are used only if the others have no room.
+    ``placed`` has the other replicas: worker id -> (addresses of its ranks, role). ``closed`` and
+    ``avoid`` are addresses of nodes; those to avoid are used only if the others have no room.
     """
 
     def order(node: Node) -> tuple[int, int, float, str]:
         here = [held for addresses, held in placed.values() if node.address in addresses]
-        return here.count(role), len(here), -node.free_cpus, node.address
+        return here.count(need.role), len(here), -node.free_cpus, node.address
 
-    able = sorted(usable(role, nodes, closed), key=order)
+    able = sorted(usable(need.role, nodes, closed), key=order)
     wanted = [node for node in able if node.address not in avoid]
     for among in (wanted, wanted + [node for node in able if node.address in avoid]):
-        room = {node.id: _room(node.free_cpus, node.free_gpus, cpus, gpus) for node in among}
-        if whole := next((node for node in among if room[node.id] >= ranks), None):
-            return [whole] * ranks
+        room = {
+            node.id: _room(node.free_cpus, node.free_gpus, need.cpus, need.gpus) for node in among
+        }
+        if whole := next((node for node in among if room[node.id] >= need.ranks), None):
+            return [whole] * need.ranks
     return []
 
 
@@ -109,15 +121,7 @@ def plan(
                 replace(node, free_cpus=free[node.address], free_gpus=free_gpus[node.address])
                 for node in nodes
             ]
-            chosen = choose(
-                role,
-                lane.cpus_per_rank,
-                now,
-                placed,
-                ranks=lane.pools.width(role),
-                gpus=lane.pools.gpus,
-                closed=closed,
-            )
+            chosen = choose(need_of(lane, role), now, placed, closed=closed)
             worker_id = worker_name(number, worker_prefix(lane.fleet))
             result[worker_id] = chosen
             for node in chosen:

@@ -27,7 +27,7 @@ from baton.config.fleet_file import FleetConfig
 from baton.registry.types import Role, is_worker_name
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.lanes import worker_prefix
-from fleet.pools.nodes import Node, choose, usable
+from fleet.pools.nodes import Node, choose, need_of, usable
 from fleet.pools.resources import bundles
 
 _LOG = logging.getLogger("fleet.pools.placement")
@@ -185,7 +185,7 @@ class Placements:
 
     async def nodes(self) -> list[Node]:
         """Return the cluster's live nodes; what is free excludes this fleet's reservations."""
-        found = await asyncio.to_thread(cluster_nodes)
+        listed = await asyncio.to_thread(cluster_nodes)
         ranks = Counter(node.address for place in self._places.values() for node in place.nodes)
         cpus = self._config.cpus_per_rank
         gpus = self._config.pools.gpus
@@ -195,7 +195,7 @@ class Placements:
                 free_cpus=min(node.free_cpus, node.cpus - cpus * ranks[node.address]),
                 free_gpus=min(node.free_gpus, node.gpus - gpus * ranks[node.address]),
             )
-            for node in found
+            for node in listed
         ]
 
     async def _on_chosen_node(
@@ -234,7 +234,8 @@ class Placements:
 
         Returns None if a chosen node has room meanwhile, or if Ray's choice breaks a rule.
         """
-        group = self._reserve(worker_id, role, reserved=await self._reserved_nodes(role))
+        reserved = any(role in node.roles for node in await self.nodes())
+        group = self._reserve(worker_id, role, reserved=reserved)
         _LOG.info("waiting for a node: worker=%s", worker_id)
         place = None
         try:
@@ -271,20 +272,13 @@ class Placements:
         )
         return None
 
-    async def _reserved_nodes(self, role: Role) -> bool:
-        """Return whether nodes are reserved for a role."""
-        return any(role in node.roles for node in await self.nodes())
-
     def _choice(self, role: Role, nodes: Sequence[Node], avoid: Collection[str]) -> list[Node]:
         """Return the best nodes for a replica, or an empty list without room."""
         failed = {node.address for node in nodes if node.id in self._failed_lately()}
         return choose(
-            role,
-            self._config.cpus_per_rank,
+            need_of(self._config, role),
             nodes,
             {w: (p.addresses, self.role_of(w)) for w, p in self._places.items()},
-            ranks=self._config.pools.width(role),
-            gpus=self._config.pools.gpus,
             closed=self.closed,
             avoid={*avoid, *failed},
         )
@@ -391,11 +385,9 @@ def group_stem(fleet: str) -> str:
     return f"baton-{fleet}-"
 
 
-def groups_of(
-    fleet: str,
-) -> dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[Size, ...]]]:
+def groups_of(fleet: str) -> dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[Size, ...]]]:
     """Return worker id -> (group, node ids of its ranks, reservations of its ranks)."""
-    found: dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[Size, ...]]] = {}
+    groups: dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[Size, ...]]] = {}
     stem = group_stem(fleet)
     entries: list[dict[str, Any]] = sorted(
         placement_group_table().values(), key=lambda e: e["name"]
@@ -407,13 +399,13 @@ def groups_of(
         if not ours or entry["state"] == "REMOVED":
             continue
         group = PlacementGroup(ray.PlacementGroupID.from_hex(entry["placement_group_id"]))
-        if worker_id in found:  # two groups of a slot: release the older one
-            remove_placement_group(found[worker_id][0])
+        if worker_id in groups:  # two groups of a slot: release the older one
+            remove_placement_group(groups[worker_id][0])
         by_bundle: dict[int, str] = entry.get("bundles_to_node_id", {})
         node_ids = tuple(node for _, node in sorted(by_bundle.items()) if node)
         asked: list[dict[str, float]] = list(entry.get("bundles", {}).values())
-        found[worker_id] = (group, node_ids, tuple(_size(bundle) for bundle in asked))
-    return found
+        groups[worker_id] = (group, node_ids, tuple(_size(bundle) for bundle in asked))
+    return groups
 
 
 def _size(bundle: Mapping[str, float]) -> Size:

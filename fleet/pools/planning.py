@@ -10,8 +10,8 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -42,40 +42,42 @@ class AppliedDecision(msgspec.Struct, frozen=True, kw_only=True):
     refused: str = ""  # why it was not applied, although it was to be
 
 
+class PlannedFleet(Protocol):
+    """Workers that the planner observes, and the changes that it makes."""
+
+    @property
+    def sizes(self) -> Mapping[Role, int]:
+        """Return the pool sizes that were asked for last."""
+
+    def workers(self) -> Sequence[WorkerState]:
+        """Return the ready workers."""
+
+    async def change_role(self, worker_id: str, role: Role, reason: str) -> str:
+        """Give a worker another role; return why it cannot have it, or ""."""
+
+    async def resize(self, sizes: Mapping[Role, int], reason: str) -> str:
+        """Change the pool sizes; return why that is not possible, or ""."""
+
+
 class RolePlanning:
     """Planner of one fleet, with its inputs and its last decisions.
 
     Args:
         slo: Latency limits; None: there is nothing to plan for.
-        workers: Returns the ready workers.
-        sizes: Returns the pool sizes that were asked for last.
-        turn: Gives a worker another role; returns why it cannot, or "".
-        resize: Changes the pool sizes; returns why it cannot, or "".
+        demands: Demand of all routers.
         size_planner: Planner of the sizes, in a fleet with bounds.
     """
 
     def __init__(
-        self,
-        slo: SloConfig | None,
-        demands: RouterDemands,
-        workers: Callable[[], Sequence[WorkerState]],
-        sizes: Callable[[], Mapping[Role, int]],
-        turn: Callable[[str, Role], Awaitable[str]],
-        resize: Callable[[Mapping[Role, int]], Awaitable[str]],
-        size_planner: SizePlanner | None = None,
+        self, slo: SloConfig | None, demands: RouterDemands, size_planner: SizePlanner | None = None
     ) -> None:
         self.auto = size_planner is not None
-        self.reason = ""  # of the last turn or change of sizes
         self._slo = slo
         self._planner: Planner | None = None
         if slo is not None:
             limits = Slo(ttft_s=slo.ttft_s, itl_s=slo.itl_s)
             self._planner = Planner(limits, size_planner)
         self._demands = demands
-        self.workers = workers
-        self._sizes = sizes
-        self._turn = turn
-        self._resize = resize
         self._beats: dict[str, int] = {}
         self._decided: deque[AppliedDecision] = deque(maxlen=_KEPT)
 
@@ -90,31 +92,31 @@ class RolePlanning:
             "mode": "auto" if self.auto else "hold",
             "slo": None if self._slo is None else self._slo.model_dump(),
             "reason": "" if self.possible else NO_LIMITS,
-            "decisions": [msgspec.to_builtins(one) for one in reversed(self._decided)],
+            "decisions": [msgspec.to_builtins(decided) for decided in reversed(self._decided)],
         }
 
-    async def run(self) -> None:
+    async def run(self, fleet: PlannedFleet) -> None:
         """Plan until cancelled."""
         while self._planner is not None:
-            await self.plan(self._planner)
-            await asyncio.sleep(PLAN_EVERY_S if any(self._sizes().values()) else WAKE_EVERY_S)
+            await self.plan(self._planner, fleet)
+            await asyncio.sleep(PLAN_EVERY_S if any(fleet.sizes.values()) else WAKE_EVERY_S)
 
-    async def plan(self, planner: Planner) -> None:
+    async def plan(self, planner: Planner, fleet: PlannedFleet) -> None:
         """Observe and decide once; apply the decision in ``auto``, or if no worker is there."""
         try:
-            found = await self._demands.read()
+            reported = await self._demands.read()
         except RegistryUnavailableError:
             return  # the demand is unknown: the roles stay
-        demands = {name: demand.work for name, demand in self._reporting(found).items()}
+        demands = {name: demand.work for name, demand in self._reporting(reported).items()}
         now_ns = time.monotonic_ns()
-        planner.observe(demands, self.workers(), now_ns)
-        wanted = self._sizes()
+        planner.observe(demands, fleet.workers(), now_ns)
+        wanted = fleet.sizes
         decision = planner.decide(now_ns, wanted)
         await self._report(plan_of(decision, wanted))
         refused = ""
         acts = not isinstance(decision, Nothing) and (self.auto or not any(wanted.values()))
         if acts:
-            refused = await self._apply(decision)
+            refused = await self._apply(decision, fleet)
         done = acts and not refused
         self._keep(AppliedDecision(at=time.time(), decision=decision, done=done, refused=refused))
 
@@ -123,15 +125,16 @@ class RolePlanning:
         with contextlib.suppress(RegistryUnavailableError):
             await self._demands.report_plan(plan)
 
-    async def _apply(self, decision: Decision) -> str:
+    async def _apply(self, decision: Decision, fleet: PlannedFleet) -> str:
         """Apply a decision; return why that is not possible, or ""."""
-        self.reason = decision.reason
         match decision:
             case RoleChange():
-                refused = await self._turn(decision.worker_id, decision.role)
+                refused = await fleet.change_role(
+                    decision.worker_id, decision.role, decision.reason
+                )
                 what = f"turn of worker={decision.worker_id} to role={decision.role}"
             case Resize():
-                refused = await self._resize(decision.sizes)
+                refused = await fleet.resize(decision.sizes, decision.reason)
                 what = f"change of sizes to prefill={decision.prefill} decode={decision.decode}"
             case Nothing():
                 return ""
@@ -140,11 +143,11 @@ class RolePlanning:
         _LOG.info("%s %s; %s %s", what, outcome, decision.reason, figures)
         return refused
 
-    def _reporting(self, found: dict[str, RouterDemand]) -> dict[str, RouterDemand]:
+    def _reporting(self, reported: dict[str, RouterDemand]) -> dict[str, RouterDemand]:
         """Return the demand of routers that have reported since the last look."""
         before = self._beats
-        self._beats = {name: demand.beat for name, demand in found.items()}
-        return {name: one for name, one in found.items() if before.get(name, -1) != one.beat}
+        self._beats = {name: demand.beat for name, demand in reported.items()}
+        return {n: demand for n, demand in reported.items() if before.get(n, -1) != demand.beat}
 
     def _keep(self, decided: AppliedDecision) -> None:
         """Keep a decision; one that repeats the last replaces it, since its figures are newer."""

@@ -8,16 +8,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine
 from functools import partial
 from pathlib import Path
+from time import monotonic_ns
 from typing import Any
 
 import msgspec
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.config.fleet_file import FleetConfig
 from baton.planner.sizes import SizePlanner
@@ -32,28 +31,19 @@ from baton.tenants.audit.inbox import AuditInbox
 from baton.tenants.audit.log import AuditLog
 from baton.types.lanes import worker_prefix
 from fleet.pools.admin_commands import CommandDesk, WantedState, sizes_in
-from fleet.pools.audited_commands import audit_order
+from fleet.pools.adoption import end_strangers, running_actors
+from fleet.pools.audited_commands import AuditedChanges, audit_order
 from fleet.pools.controller import START_LIMIT_NS, FleetController
-from fleet.pools.liveness import FROZEN_AFTER_S, Life, ShellProcess, end_actor, process_of
+from fleet.pools.liveness import FROZEN_AFTER_S, Life, ShellProcess
 from fleet.pools.lives import LifeTable
 from fleet.pools.placement import Placements
 from fleet.pools.planning import RolePlanning
 from fleet.pools.ray_process import log_to
-from fleet.pools.ray_worker import WorkerActor
-from fleet.pools.resources import (
-    NAMESPACE,
-    ControllerSpec,
-    actor_name,
-    actors_among,
-    controller_name,
-    exit_reason,
-    lives_among,
-    runtime_environment,
-    settings_digest,
-    worker_settings,
-)
-from fleet.pools.sealing import SECRET_FIELDS, seal, unseal
+from fleet.pools.resources import NAMESPACE, ControllerSpec, controller_name, exit_reason
+from fleet.pools.sealing import unseal
+from fleet.pools.slot_records import SlotRecords
 from fleet.pools.slots import Action, ChangeRole, Drain, Launch, Publish, Remove, Stop
+from fleet.pools.worker_actors import WorkerActors
 
 _LOG = logging.getLogger("fleet.pools.controller")
 
@@ -83,15 +73,14 @@ class ControllerActor:
         pools = self._config.pools
         self._begin_with(sizes_in(pools.start_sizes))
         self._lives = LifeTable[Life]()
-        self._kv_blocks: dict[str, int] = {}  # largest pool that each worker has had
+        self._actors = WorkerActors(self._config, self._spec)
+        self._records = SlotRecords(self._registry, self._config)
         self._placing: dict[str, asyncio.Event] = {}  # set to abort the start of an incarnation
         self._beginning = asyncio.Lock()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._running = False
         self._wanted_state = WantedState(self._registry, self._spec.digest, self._placements)
-
-    # ---- called by the supervisor -------------------------------------------------------------
 
     async def run(self) -> None:
         """Start, also after a restart of this actor. Repeated calls have no effect."""
@@ -101,14 +90,15 @@ class ControllerActor:
             state = await self._wanted_state.read()
             if state is not None and state.pools:
                 self._begin_with(sizes_in(state.pools))
-            await self._learn_epochs()
+            await self._records.learn(self._machine)
             await self._adopt(state)
             self._audit.start()
             self._tasks.keep(self._loop, "controller loop")
             self._tasks.keep(self._answer_operators, "operators")
             self._tasks.keep(self._watch_nodes, "nodes")
             self._tasks.keep(self._end_strangers, "strangers")
-            self._tasks.keep(self._desk.planning.run, "planner")
+            planned = AuditedChanges(self._desk, self._audit)
+            self._tasks.keep(partial(self._desk.planning.run, planned), "planner")
             self._running = True
 
     async def identity(self) -> tuple[str, str]:
@@ -121,7 +111,7 @@ class ControllerActor:
 
     async def stop(self, limit_s: float = 6.0) -> bool:
         """Stop all workers and release their placements; return whether all stopped in time."""
-        self._apply(self._machine.stop(time.monotonic_ns()))
+        self._apply(self._machine.stop(monotonic_ns()))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
@@ -138,17 +128,15 @@ class ControllerActor:
         await self._audit.close()
         await self._registry.close()
 
-    # ---- the loop -------------------------------------------------------------------------------
-
     async def _loop(self) -> None:
         next_refresh_s = 0.0
         while True:
-            self._apply(self._machine.tick(time.monotonic_ns()))
+            self._apply(self._machine.tick(monotonic_ns()))
             self._wake.clear()
             if time.monotonic() >= next_refresh_s:
                 next_refresh_s = time.monotonic() + _REFRESH_S
                 self._tasks.spawn(self._refresh(), "refresh")
-            wait_s = (self._machine.next_due_ns - time.monotonic_ns()) / _NS
+            wait_s = (self._machine.next_due_ns - monotonic_ns()) / _NS
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(max(wait_s, 0.0), 1.0)):
                     await self._wake.wait()
@@ -170,7 +158,7 @@ class ControllerActor:
                         action.state,
                         action.reason,
                     )
-                    self._tasks.spawn(self._publish(action), "publish")
+                    self._tasks.spawn(self._records.write(action), "publish")
                 case ChangeRole():
                     _LOG.info("worker=%s turns to role=%s", action.worker_id, action.role)
                     self._tasks.spawn(self._turn(action), "turn")
@@ -193,30 +181,30 @@ class ControllerActor:
                 self._lives.remove(launch.worker_id, life)
                 life.end()
             reason = f"the controller failed to follow it: {error!r}"
-            self._apply(self._machine.ended(launch.worker_id, epoch, reason, _now_ns()))
+            self._apply(self._machine.ended(launch.worker_id, epoch, reason, monotonic_ns()))
 
         self._tasks.vital(work, "life", lost)
-
-    # ---- one incarnation ------------------------------------------------------------------------
 
     async def _live(self, launch: Launch) -> None:
         worker_id = launch.worker_id
         epoch = launch.epoch
         if launch.reuse and (last := self._lives.take_kept(worker_id)) is not None:
-            record = last.actor.begin_next_life.remote(self._settings(launch))
+            record = last.actor.begin_next_life.remote(self._actors.settings(launch))
             await self._watch(worker_id, Life(epoch, last.actor, last.named), record)
             return
         unwanted = self._placing[worker_id] = asyncio.Event()
         try:
             group = await self._placements.place(worker_id, launch.role, unwanted, move=launch.move)
-            self._machine.placed(worker_id, epoch, _now_ns())
+            self._machine.placed(worker_id, epoch, monotonic_ns())
             if not self._machine.wants(worker_id, epoch):
                 reason = "stopped before it was placed"
-                self._apply(self._machine.ended(worker_id, epoch, reason, _now_ns()))
+                self._apply(self._machine.ended(worker_id, epoch, reason, monotonic_ns()))
                 return
-            actor = self._start_actor(launch, group)
+            actor = self._actors.start(launch, group)
         except (RayError, RuntimeError, ValueError) as error:
-            self._apply(self._machine.ended(worker_id, epoch, f"cannot place: {error}", _now_ns()))
+            self._apply(
+                self._machine.ended(worker_id, epoch, f"cannot place: {error}", monotonic_ns())
+            )
             return
         finally:
             self._placing.pop(worker_id, None)
@@ -233,8 +221,8 @@ class ControllerActor:
                 raw = await record
                 started = msgspec.msgpack.decode(raw, type=WorkerRecord)
                 incarnation = started.incarnation
-                self._note_blocks(started)
-                self._apply(self._machine.started(worker_id, life.epoch, _now_ns()))
+                self._actors.note_blocks(started)
+                self._apply(self._machine.started(worker_id, life.epoch, monotonic_ns()))
                 reason = await self._until_it_ends(life)
                 reusable = True
         except RayTaskError as error:
@@ -246,27 +234,16 @@ class ControllerActor:
         except RayError as error:  # its node died, it cannot be scheduled, ...
             reason = f"lost: {error!r}"
         self._lives.remove(worker_id, life)
-        actions = self._machine.ended(worker_id, life.epoch, reason, _now_ns(), reusable=reusable)
+        actions = self._machine.ended(
+            worker_id, life.epoch, reason, monotonic_ns(), reusable=reusable
+        )
         if any(isinstance(action, Launch) and action.reuse for action in actions):
             self._lives.keep(worker_id, life)
         else:
             life.end()
         with contextlib.suppress(RegistryUnavailableError):
-            await self._registry.forget(incarnation)
+            await self._registry.blocks.forget(incarnation)
         self._apply(actions)
-
-    def _note_blocks(self, worker: WorkerRecord) -> None:
-        """Remember the largest KV pool of a worker, and log a new one that is smaller."""
-        before = self._kv_blocks.get(worker.worker_id, 0)
-        if self._config.kv_blocks_per_worker == "auto" and worker.kv_blocks < before:
-            _LOG.warning(
-                "worker=%s epoch=%d has %d KV blocks, %d before: its host has less free memory",
-                worker.worker_id,
-                worker.epoch,
-                worker.kv_blocks,
-                before,
-            )
-        self._kv_blocks[worker.worker_id] = max(before, worker.kv_blocks)
 
     async def _until_it_ends(self, life: Life) -> str:
         """Return the exit reason of an incarnation; raise TimeoutError if it freezes."""
@@ -292,63 +269,14 @@ class ControllerActor:
         """End the fleet's actors that are not followed, such as one whose end was lost."""
         while True:
             await asyncio.sleep(_STRANGERS_EVERY_S)
-            fleet = self._config.fleet
-            with contextlib.suppress(RayError):
-                names = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
-                for worker_id, named in self._lives.strangers(actors_among(names, fleet)):
-                    _LOG.warning(
-                        "ending an unknown process of worker=%s epoch=%d", worker_id, named
-                    )
-                    end_actor(actor_name(fleet, worker_id, named), NAMESPACE)
-
-    def _settings(self, launch: Launch) -> dict[str, Any]:
-        """Return a worker's settings, with sealed secrets if they go through a shared Ray."""
-        settings = self._settings_of(launch.worker_id, launch.role, launch.epoch, launch.turn)
-        if self._spec.sealed:
-            settings |= {name: seal(settings[name]) for name in SECRET_FIELDS}
-        return settings
-
-    def _settings_of(
-        self, worker_id: str, role: Role, epoch: int = 0, turn: int = 0
-    ) -> dict[str, Any]:
-        return worker_settings(
-            self._config,
-            worker_id=worker_id,
-            role=role,
-            epoch=epoch,
-            turn=turn,
-            redis_url=self._spec.redis_url,
-            fleet_token=self._spec.fleet_token,
-            fleet_token_file=self._spec.fleet_token_file,
-            host=self._spec.host,
-            log_dir=self._spec.log_dir,
-            other_workers=self._spec.other_workers,
-            kv_blocks_before=self._kv_blocks.get(worker_id, 0),
-        )
-
-    def _start_actor(self, launch: Launch, group: PlacementGroup) -> Any:
-        config = self._config
-        options = ray.remote(WorkerActor).options(
-            name=actor_name(config.fleet, launch.worker_id, launch.epoch),
-            namespace=NAMESPACE,
-            lifetime="detached",  # to outlive a restart of this controller
-            num_cpus=config.cpus_per_rank,
-            num_gpus=config.pools.gpus or None,  # its CUDA_VISIBLE_DEVICES then has these only
-            max_restarts=0,
-            max_task_retries=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=group, placement_group_bundle_index=0
-            ),
-            runtime_env=runtime_environment(config, self._spec.inherited),
-        )
-        return options.remote(self._spec.program, self._settings(launch))
+            await end_strangers(self._config.fleet, self._lives)
 
     async def _drain(self, drain: Drain) -> None:
         life = self._lives.of(drain.worker_id, drain.epoch)
         if life is not None:
             with contextlib.suppress(RayError):
                 await life.actor.drain.remote(drain.timeout_ns / _NS)
-        self._apply(self._machine.drained(drain.worker_id, drain.epoch, _now_ns()))
+        self._apply(self._machine.drained(drain.worker_id, drain.epoch, monotonic_ns()))
 
     async def _stop(self, stop: Stop) -> None:
         life = self._lives.of(stop.worker_id, stop.epoch)
@@ -357,7 +285,7 @@ class ControllerActor:
                 unwanted.set()
             else:
                 named = (stop.worker_id, stop.epoch)
-                self._apply(self._machine.ended(*named, "its process is gone", _now_ns()))
+                self._apply(self._machine.ended(*named, "its process is gone", monotonic_ns()))
             return
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(_STOP_LIMIT_S):
@@ -365,54 +293,37 @@ class ControllerActor:
                 return  # now `wait` returns in `_watch`
         life.end()
 
-    # ---- adoption -----------------------------------------------------------------------------
-
     async def _adopt(self, state: wanted.Wanted | None) -> None:
         """Adopt the running workers, after all of them have been found.
 
         Workers with other settings are restarted one after another, and those beyond their pool's
         size are drained, once the pool sizes that operators requested are known.
         """
-        names = ray.util.list_named_actors(all_namespaces=True)
-        actors: dict[str, Any] = {}
-        named = lives_among(names, self._config.fleet)
-        for worker_id, epoch in named.items():
-            name = actor_name(self._config.fleet, worker_id, epoch)
-            try:
-                actors[worker_id] = ray.get_actor(name, namespace=NAMESPACE)
-            except ValueError:  # it ended after it was listed
-                self._machine.note_epoch(worker_id, epoch)
-        processes = await asyncio.gather(*map(process_of, actors.values()))
-        await self._placements.adopt(actors.keys())
+        running, ended = await running_actors(self._config.fleet)
+        for worker_id, epoch in ended.items():
+            self._machine.note_epoch(worker_id, epoch)
+        await self._placements.adopt({worker.worker_id for worker in running})
         changed = []
-        for (worker_id, actor), process in zip(actors.items(), processes, strict=True):
-            started = process is not None and process.started
-            known = process.turned if process is not None else None
-            self._machine.adopt(
-                worker_id,
-                max(named[worker_id], process.epoch if process is not None else 0),
-                ready=started,
-                now_ns=_now_ns(),
-                role=known.role if known is not None else None,
-                turn=known.turn if known is not None else 0,
-                silent=process is None,
-            )
-            role = self._machine.slots[worker_id].role
-            life = Life(self._machine.slots[worker_id].epoch, actor, named[worker_id])
+        for worker in running:
+            worker_id = worker.worker_id
+            self._machine.adopt(worker.living(), monotonic_ns())
+            slot = self._machine.slots[worker_id]
+            life = worker.life(slot.epoch)
             _LOG.info("adopting worker=%s epoch=%d", worker_id, life.epoch)
             life.on_answer = partial(self._correct, worker_id, life)
-            work = self._watch(worker_id, life, actor.record.remote())
-            self._follow(Launch(worker_id, role, life.epoch), work, life)
-            differs = process is not None and self._differs(worker_id, role, process)
+            launch = Launch(worker_id, slot.role, slot.epoch)
+            work = self._watch(worker_id, life, worker.actor.record.remote())
+            self._follow(launch, work, life)
+            differs = worker.differs(self._actors.settings_digest(launch))
             if differs or self._placements.outgrown(worker_id):
                 changed.append(worker_id)
-        self._machine.settle(_now_ns(), add=state is None)
+        self._machine.settle(monotonic_ns(), add=state is None)
         if state is not None:
             await self._desk.apply_wanted(state)
         changed = [name for name in changed if name in self._machine.slots]
         if changed:
             _LOG.info("restarting workers with old settings: %s", ", ".join(changed))
-            again = self._machine.restart(changed, _now_ns(), rolling=True, revive=False)
+            again = self._machine.restart(changed, monotonic_ns(), rolling=True, revive=False)
             self._apply(again)
 
     def _correct(self, worker_id: str, life: Life, process: ShellProcess) -> None:
@@ -422,43 +333,18 @@ class ControllerActor:
             life.epoch = epoch
             self._apply(actions)
 
-    def _differs(self, worker_id: str, role: Role, process: ShellProcess) -> bool:
-        own = settings_digest(self._settings_of(worker_id, role))
-        return process.settings_digest not in ("", own)
-
     def _begin_with(self, pools: dict[Role, int]) -> None:
         """Create the state machine and the desk for admin commands."""
         bounds = self._config.pools.bounds
         self._machine = FleetController(
             pools,
-            _now_ns(),
+            monotonic_ns(),
             self._spec.healthy_after_ns,
             START_LIMIT_NS if bounds is None else _PLACE_LIMIT_NS,
             worker_prefix(self._config.fleet),
         )
         self._placements.role_of = self._role_of
         demands = RouterDemands(self._registry)
-
-        async def change_role(worker_id: str, role: Role) -> str:
-            slot = self._machine.slots.get(worker_id)
-            before = {"role": slot.role} if slot is not None else None
-            refused = await self._desk.change_role(worker_id, role)
-            if not refused:
-                after = {"role": role, "why": self._desk.planning.reason}
-                await self._audit.record(
-                    "turn", worker_id, who="planner", before=before, after=after
-                )
-            return refused
-
-        async def resize(sizes: Mapping[Role, int]) -> str:
-            before = self._machine.wanted
-            refused = await self._desk.resize(sizes)
-            if not refused:
-                after = {"pools": dict(sizes), "why": self._desk.planning.reason}
-                await self._audit.record(
-                    "scale", who="planner", before={"pools": before}, after=after
-                )
-            return refused
 
         size_planner = None
         if bounds is not None and (slo := self._config.slo) is not None:
@@ -471,17 +357,10 @@ class ControllerActor:
             self._placements,
             demands,
             self._apply,
-            _now_ns,
+            monotonic_ns,
             self._spec.log_dir,
-            RolePlanning(
-                self._config.slo,
-                demands,
-                self._ready_workers,
-                lambda: self._machine.wanted,
-                change_role,
-                resize,
-                size_planner,
-            ),
+            RolePlanning(self._config.slo, demands, size_planner),
+            self._ready_workers,
         )
 
     def _ready_workers(self) -> list[WorkerState]:
@@ -503,56 +382,24 @@ class ControllerActor:
         if not self._wanted_state.known and (state := await self._wanted_state.read()) is not None:
             await self._desk.apply_wanted(state)
 
-    # ---- the registry ---------------------------------------------------------------------------
-
-    async def _learn_epochs(self) -> None:
-        """Read the epochs of earlier incarnations, so that no epoch is used twice."""
-        with contextlib.suppress(RegistryUnavailableError):
-            for records in await self._registry.records():
-                for record in records.values():
-                    known = (record.epoch, record.role, record.turn)
-                    self._machine.note_record(record.worker_id, *known)
-
     async def _refresh(self) -> None:
         """Rewrite all slots' records before they expire, and the state that operators requested."""
         await self._read_wanted_late()
+        await self._records.write_all(self._machine.slots.values())
         with contextlib.suppress(RegistryUnavailableError):
-            await self._write_all()
             await self._wanted_state.note(self._machine, self._desk.planning)
-
-    async def _write_all(self) -> None:
-        news = [slot.describe() for slot in self._machine.slots.values()]
-        await self._registry.write_slots([self._record(item) for item in news])
 
     async def _turn(self, turn: ChangeRole) -> None:
         """Publish a turn, and send it to the worker, which keeps it beyond a restart of Redis.
 
         All slots are written at once: a router that has read this turn has read all before it.
         """
-        with contextlib.suppress(RegistryUnavailableError):
-            await self._write_all()
+        await self._records.write_all(self._machine.slots.values())
         life = self._lives.of(turn.worker_id, turn.epoch)
         if life is not None:
             # An actor of an earlier version has no such method; the record of its slot counts.
             with contextlib.suppress(RayError, AttributeError):
                 await life.actor.change_role.remote(turn.role, turn.turn)
-
-    async def _publish(self, news: Publish) -> None:
-        with contextlib.suppress(RegistryUnavailableError):
-            await self._registry.write_slot(self._record(news))
-
-    def _record(self, news: Publish) -> WorkerRecord:
-        threads = self._config.threads_per_rank  # with `auto` the worker itself reports them
-        return WorkerRecord(
-            worker_id=news.worker_id,
-            role=news.role,
-            state=news.state,
-            epoch=news.epoch,
-            threads=0 if threads == "auto" else threads * self._config.pools.width(news.role),
-            reason=news.reason,
-            turn=news.turn,
-            intent=news.intent,
-        )
 
     async def _answer_operators(self) -> None:
         """Execute admin commands from Redis; a slow command does not delay the next one."""
@@ -584,7 +431,3 @@ class ControllerActor:
         if order.verb == "stop":
             own = ray.get_actor(controller_name(self._config.fleet), namespace=NAMESPACE)
             ray.kill(own, no_restart=True)
-
-
-def _now_ns() -> int:
-    return time.monotonic_ns()

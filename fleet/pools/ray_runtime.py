@@ -257,14 +257,14 @@ class Controller:
         """
         import ray
 
-        found = cls.find(fleet)
-        if found is not None:
-            if found.is_at_home_with(spec):
-                found.keep_running()
+        running = cls.find(fleet)
+        if running is not None:
+            if running.is_at_home_with(spec):
+                running.keep_running()
                 return True
-            found.dismiss()
+            running.dismiss()
         names = ray.util.list_named_actors(all_namespaces=True)
-        there = found is not None or bool(lives_among(names, fleet))
+        there = running is not None or bool(lives_among(names, fleet))
         cls.start(fleet, spec)
         return there
 

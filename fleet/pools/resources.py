@@ -27,6 +27,7 @@ from baton.planner.sizes import SCALE_IN_AFTER_NS
 from baton.registry.types import Role, is_worker_name
 from baton.types.lanes import worker_prefix
 from fleet.pools.controller import HEALTHY_AFTER_NS
+from fleet.pools.slots import Launch
 
 NAMESPACE = "baton"
 WORKER_PROGRAM = "fleet.worker.worker"  # the module with `Worker` and `WorkerSettings`
@@ -122,45 +123,33 @@ def runtime_environment(
 
 
 def worker_settings(
-    config: FleetConfig,
-    *,
-    worker_id: str,
-    role: Role,
-    epoch: int,
-    redis_url: str,
-    fleet_token: str,
-    host: str,
-    log_dir: str,
-    fleet_token_file: str = "",
-    turn: int = 0,
-    other_workers: int = 0,
-    kv_blocks_before: int = 0,
+    config: FleetConfig, launch: Launch, spec: ControllerSpec, kv_blocks_before: int = 0
 ) -> dict[str, Any]:
     """Return the fields of ``fleet.worker.worker.WorkerSettings`` for one incarnation.
 
     ``kv_blocks_before`` is the largest KV pool of earlier ones, 0 if there was none.
     """
-    engine = engine_settings(config, role, worker_id, other_workers)
+    engine = engine_settings(config, launch.role, launch.worker_id, spec.other_workers)
     engine = msgspec.structs.replace(engine, kv_blocks_before=kv_blocks_before)
     return {
-        "worker_id": worker_id,
-        "role": role,
-        "epoch": epoch,
-        "turn": turn,
+        "worker_id": launch.worker_id,
+        "role": launch.role,
+        "epoch": launch.epoch,
+        "turn": launch.turn,
         "fleet": config.fleet,
         "served_model_name": config.model_names[0],
         "engine": msgspec.to_builtins(engine),
-        "redis_url": redis_url,
-        "fleet_token": fleet_token,
-        "fleet_token_file": fleet_token_file,
+        "redis_url": spec.redis_url,
+        "fleet_token": spec.fleet_token,
+        "fleet_token_file": spec.fleet_token_file,
         "tls": msgspec.to_builtins(config.tls_files),
         "insecure": config.pools.insecure,
         "unsigned_pulls": config.pools.unsigned_pulls,
         "int8_chunks": config.pools.int8_chunks,
         "receive_cpu_share": config.pools.receive_cpu_share,
         "idle_sleep_s": config.pools.idle_sleep_s,
-        "host": host,
-        "log_dir": log_dir,
+        "host": spec.host,
+        "log_dir": spec.log_dir,
         "log_format": config.logs.format,
         "ports": config.pools.ports or "",
         "trust": msgspec.to_builtins(config.gates.trust()),
@@ -281,14 +270,14 @@ def controller_name(fleet: str) -> str:
 
 def actors_among(names: Sequence[Mapping[str, str]], fleet: str) -> list[tuple[str, int]]:
     """Return worker id and epoch in the name of the workers among Ray's named actors, sorted."""
-    found = []
+    workers = []
     stem = f"baton-{fleet}-"
     for entry in names:
         worker_id, _, epoch = entry["name"].removeprefix(stem).rpartition("-")
         ours = entry["namespace"] == NAMESPACE and entry["name"].startswith(stem)
         if ours and is_worker_name(worker_id, worker_prefix(fleet)) and epoch.isdigit():
-            found.append((worker_id, int(epoch)))
-    return sorted(found)
+            workers.append((worker_id, int(epoch)))
+    return sorted(workers)
 
 
 def lives_among(names: Sequence[Mapping[str, str]], fleet: str) -> dict[str, int]:

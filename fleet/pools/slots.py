@@ -78,6 +78,22 @@ class Remove:
     worker_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class LivingWorker:
+    """Living incarnation that an earlier controller started.
+
+    ``role`` and ``turn`` are those that it reports; None: it reported no role. A ``silent`` one has
+    reported nothing, and its actor may be named after an earlier one.
+    """
+
+    worker_id: str
+    epoch: int
+    ready: bool
+    role: Role | None = None
+    turn: int = 0
+    silent: bool = False
+
+
 Action = Launch | Drain | Stop | Publish | ChangeRole | Remove
 
 

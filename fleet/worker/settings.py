@@ -36,7 +36,6 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_dir: str = ""
     log_format: LogFormat = "text"
     ports: str = ""  # allowed range FIRST-LAST; empty: the kernel chooses
-    fault_injection: str = ""  # damages frames on purpose, see kvtransfer.fault_injection
     transports: tuple[str, ...] = ()  # offered besides gRPC; empty: all
     label: str = ""  # name of the attached server; empty: the worker has its own engine
     probe_s: float = PROBE_S

@@ -39,7 +39,6 @@ from fleet.ports import chosen_port, free_port, kv_listener
 from fleet.private_logs import open_log
 from fleet.worker.identity import capabilities_of
 from fleet.worker.settings import WorkerSettings
-from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.rank_pools import RankPools
 from kvtransfer.transport import ServingSide
 from kvtransfer.transports import servers
@@ -150,10 +149,7 @@ async def start_servers(
     page = context.tls.page_context() if context.tls is not None else None
     metrics_server = await serve_metrics(context.metrics, host, free_port(host, ports), page)
     stack.push_async_callback(metrics_server.close)
-    server = grpc.aio.server(
-        interceptors=[TokenInterceptor(context.token)],
-        options=SERVER_OPTIONS,
-    )
+    server = grpc.aio.server(interceptors=[TokenInterceptor(context.token)], options=SERVER_OPTIONS)
     port = listen(server, join_address(host, free_port(host, ports)), context.tls)
     return server, join_address(host, port), metrics_server.address
 
@@ -207,7 +203,6 @@ def _make_services(
         context.metrics,
         context.tracing,
         PrefixPuller(parts),
-        FrameTamperer.parse(settings.fault_injection),
         token=context.token,
         unsigned_pulls=settings.unsigned_pulls,
     )
@@ -228,8 +223,8 @@ def make_publishers(
         tier: KvEventPublisher(context.registry, tier_incarnation(incarnation, tier), count)
         for tier in context.settings.engine.kv_tiers.names
     }
-    for one in (publisher, *tiers.values()):
-        stack.push_async_callback(one.stop)
+    for each in (publisher, *tiers.values()):
+        stack.push_async_callback(each.stop)
     presence = Presence(context.registry, record, count)
     stack.push_async_callback(presence.stop)
     return Publishers(presence, publisher, tiers)

@@ -30,7 +30,7 @@ _FUNCTIONS: Functions = {
 }
 """Result and arguments of the library's functions."""
 
-_HASH_FUNCTIONS = (
+HASH_FUNCTIONS = (
     ("XXH3_64bits_withSeed_dispatch", "XXH3_64bits_withSeed"),
     ("XXH3_createState",),
     ("XXH3_64bits_reset_withSeed",),
@@ -46,7 +46,7 @@ def load() -> ctypes.CDLL | None:
     """Return the library with its digests, or None where it is unavailable."""
     if os.environ.get("BATON_NATIVE") == "0":
         return None
-    functions = _hash_functions()
+    functions = hash_functions()
     if functions is None:
         return None
     try:
@@ -61,24 +61,18 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
-def use_digests(library: ctypes.CDLL, used: bool) -> None:
-    """Enable digests, or make them 0: benchmarks use it to measure the copy alone."""
-    functions = _hash_functions() if used else None
-    library.baton_kv_hash(functions or (_POINTER * len(_HASH_FUNCTIONS))())
-
-
-def _hash_functions() -> ctypes.Array[ctypes.c_void_p] | None:
+def hash_functions() -> ctypes.Array[ctypes.c_void_p] | None:
     """Return the addresses of xxhash's functions, if they compute what the package computes."""
     try:
         exported = ctypes.CDLL(import_module("xxhash._xxhash").__file__)
     except (ImportError, OSError):
         return None
     addresses = []
-    for names in _HASH_FUNCTIONS:
-        found = next((name for name in names if hasattr(exported, name)), None)
-        if found is None:
+    for names in HASH_FUNCTIONS:
+        symbol = next((name for name in names if hasattr(exported, name)), None)
+        if symbol is None:
             return None
-        addresses.append(ctypes.cast(exported[found], _POINTER).value or 0)
+        addresses.append(ctypes.cast(exported[symbol], _POINTER).value or 0)
     whole = ctypes.CFUNCTYPE(_U64, ctypes.c_char_p, ctypes.c_size_t, _U64)(addresses[0])
     sample = bytes(range(256)) * 4
     if whole(sample, len(sample), 7) != xxhash.xxh3_64_intdigest(sample, 7):

@@ -40,11 +40,7 @@ class NativePool:
     """A pool whose copies run in C++."""
 
     def __init__(
-        self,
-        loaded: ctypes.CDLL,
-        data: npt.NDArray[Any],
-        geometry: KvGeometry,
-        first_head: int,
+        self, loaded: ctypes.CDLL, data: npt.NDArray[Any], geometry: KvGeometry, first_head: int
     ) -> None:
         self._library = loaded
         self._data = data  # keeps the memory alive
@@ -83,10 +79,10 @@ class NativePool:
         if len(digests) != digests_bytes(kv_slice):
             return False
         place = self._place(pages, kv_slice)
-        found = self._library.baton_kv_scatter(
+        matched = self._library.baton_kv_scatter(
             *place, kv_slice.packed(), seed, _address(payload), digests
         )
-        return bool(found)
+        return bool(matched)
 
     def digest(self, pages: Sequence[int], kv_slice: KvSlice, seed: int) -> int:
         """Return the digest of a slice in the order of the pool (``kvtransfer/lent_pages.py``)."""

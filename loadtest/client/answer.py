@@ -128,8 +128,6 @@ class AnswerReader:
             return "ok", ""
         return "broken_stream", lost or "the stream ended before the response was complete"
 
-    # --- called by the parser --------------------------------------------------------------------
-
     def on_header(self, name: bytes, value: bytes) -> None:
         """Process a header of the response."""
         if name.lower() == b"x-request-id":
@@ -154,8 +152,6 @@ class AnswerReader:
     def on_message_complete(self) -> None:
         """Process the end of the HTTP message."""
         self._complete = True
-
-    # --- events ----------------------------------------------------------------------------------
 
     def _take(self, payload: bytes) -> None:
         if payload == b"[DONE]":

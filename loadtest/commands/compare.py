@@ -1,6 +1,6 @@
 """`baton loadtest compare`: two result files, or two servers under equal load."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from loadtest.commands import options as o
 from loadtest.commands.loads import Arrivals, Recording
+from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED, run, write_folder
 from loadtest.comparison import compare as rows_of
 from loadtest.comparison import unlike
@@ -32,32 +33,37 @@ class _Arrivals(Arrivals):
     requests: Annotated[int, typer.Option(min=1, help="Requests per run.")] = 100
 
 
-@o.with_options(
+@dataclass(frozen=True, kw_only=True)
+class _Runs:
+    servers: Annotated[
+        list[str], typer.Option("--url", help="Server to run on; give it twice, for A and B.")
+    ] = field(default_factory=list)
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the runs' folders (needed with --url).")
+    ] = None
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of A and of B (with --url).")] = 3
+    trace: Annotated[
+        Path | None, typer.Option(help="Trace to replay instead of Poisson arrivals (with --url).")
+    ] = None
+    header_a: Annotated[
+        list[str], typer.Option(metavar="NAME: VALUE", help="Header for A only.")
+    ] = field(default_factory=list)
+    header_b: Annotated[
+        list[str], typer.Option(metavar="NAME: VALUE", help="Header for B only.")
+    ] = field(default_factory=list)
+
+
+@with_options(
     "url", "model", "tenant_keys", "token_ids", "ignore_eos", "headers", "timeout_s", "cv"
 )
 def compare(
     recording: _Recording,
     arrivals: _Arrivals,
     choices: o.Choices,
+    runs: _Runs,
     files: Annotated[
         list[Path] | None, typer.Argument(metavar="[A B]", help="Two result files or folders.")
     ] = None,
-    url: Annotated[
-        list[str], typer.Option(help="Server to run on; give it twice, for A and B.")
-    ] = [],  # noqa: B006 - typer copies it
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the runs' folders (needed with --url).")
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of A and of B (with --url).")] = 3,
-    trace: Annotated[
-        Path | None, typer.Option(help="Trace to replay instead of Poisson arrivals (with --url).")
-    ] = None,
-    header_a: Annotated[
-        list[str], typer.Option(metavar="NAME: VALUE", help="Header for A only.")
-    ] = [],  # noqa: B006 - typer copies it
-    header_b: Annotated[
-        list[str], typer.Option(metavar="NAME: VALUE", help="Header for B only.")
-    ] = [],  # noqa: B006 - typer copies it
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare B with A: latencies, rates, goodput, and confidence intervals of the quotients.
@@ -65,28 +71,28 @@ def compare(
     Compares two result files. With two `--url` (possibly equal, with different `--header-…`), it
     runs each seed's plan on A and then on B, and on B first for every other seed.
     """
-    if files and not url:
+    if files and not runs.servers:
         _compare_files(files, as_json=as_json)
         return
-    if len(url) != 2 or files:
+    if len(runs.servers) != 2 or files:
         o.fail("give two result files, or --url A --url B")
-    if out is None:
+    if runs.out is None:
         o.fail("--url needs --out DIR")
     sides = []
-    for address, headers in zip(url, (header_a, header_b), strict=True):
+    for address, headers in zip(runs.servers, (runs.header_a, runs.header_b), strict=True):
         own = replace(choices, url=address, headers=headers)
         sides.append(o.run_options(own, None))
-    runs: tuple[list[Results], list[Results]] = ([], [])
-    for seed in range(seeds):
-        plan = _plan(recording, arrivals, trace, seed)
+    done: tuple[list[Results], list[Results]] = ([], [])
+    for seed in range(runs.seeds):
+        plan = _plan(recording, arrivals, runs.trace, seed)
         for side in (0, 1) if seed % 2 == 0 else (1, 0):
             name = f"{'ab'[side]}-seed-{seed}"
-            results = run(plan, sides[side], out / name, label=name)
-            write_folder(results, out / name)
+            results = run(plan, sides[side], runs.out / name, label=name)
+            write_folder(results, runs.out / name)
             if not results.complete:
                 raise typer.Exit(INTERRUPTED)
-            runs[side].append(results)
-    _show(*runs, _names(url, header_a, header_b), as_json=as_json)
+            done[side].append(results)
+    _show(*done, _names(runs), as_json=as_json)
 
 
 def _compare_files(files: list[Path], *, as_json: bool) -> None:
@@ -110,9 +116,10 @@ def _plan(recording: _Recording, arrivals: _Arrivals, trace: Path | None, seed: 
         o.fail(str(error))
 
 
-def _names(url: list[str], header_a: list[str], header_b: list[str]) -> tuple[str, str]:
+def _names(runs: _Runs) -> tuple[str, str]:
     a, b = (
-        " ".join([address, *own]) for address, own in zip(url, (header_a, header_b), strict=True)
+        " ".join([address, *own])
+        for address, own in zip(runs.servers, (runs.header_a, runs.header_b), strict=True)
     )
     return a, b
 
@@ -123,8 +130,8 @@ def _show(a: list[Results], b: list[Results], names: tuple[str, str], *, as_json
             {"figure": what, "a": of_a, "b": of_b, "b_to_a": ratio}
             for what, of_a, of_b, ratio in rows_of(a, b)
         ]
-        found = {"a": names[0], "b": names[1], "figures": rows, "differences": unlike(a[0], b[0])}
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        result = {"a": names[0], "b": names[1], "figures": rows, "differences": unlike(a[0], b[0])}
+        typer.echo(msgspec.json.format(msgspec.json.encode(result), indent=2))
         return
     console = Console()
     console.print(comparison_table(rows_of(a, b), names))

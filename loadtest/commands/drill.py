@@ -1,6 +1,7 @@
 """`baton loadtest drill`: inject faults into the local fleet and check its responses."""
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,7 @@ from rich.table import Column, Table
 
 from loadtest.client.processes import ClientFailedError
 from loadtest.commands import options as o
+from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED
 from loadtest.drill.drills import DRILLS
 from loadtest.drill.fleet import DrillError
@@ -38,39 +40,40 @@ class DrillsResult(msgspec.Struct, frozen=True, kw_only=True):
     drills: list[DrillOutcome]
 
 
-_Name = Annotated[
-    list[str],
-    typer.Argument(
-        help=f"One or more of {', '.join(DRILLS)}; or {_ALL}, which is all but bad-canary."
-    ),
-]
-_Rate = Annotated[float, typer.Option(help="Requests per second that the fleet serves easily.")]
-_Holds = Annotated[
-    float | None,
-    typer.Option(
-        min=0.01,
-        help="overload: requests per second that a fleet with slo holds. Default: search.",
-    ),
-]
-_Mode = Annotated[
-    Literal["auto", "disaggregated", "colocated"],
-    typer.Option(help="Header x-baton-mode of every request."),
-]
-_TimeoutS = Annotated[
-    float, typer.Option(min=1, help="Seconds after which a request counts as hung.")
-]
+@dataclass(frozen=True, kw_only=True)
+class _DrillLoad:
+    rate: Annotated[
+        float, typer.Option(help="Requests per second that the fleet serves easily.")
+    ] = 1.0
+    holds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            help="overload: requests per second that a fleet with slo holds. Default: search.",
+        ),
+    ] = None
+    mode: Annotated[
+        Literal["auto", "disaggregated", "colocated"],
+        typer.Option(help="Header x-baton-mode of every request."),
+    ] = "disaggregated"
+    timeout_s: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a request counts as hung.")
+    ] = 120.0
+    api_key: o.ApiKey = ""
+    seed: o.Seed = 0
 
 
+@with_options()
 def drill(
     ctx: typer.Context,
-    name: _Name,
+    name: Annotated[
+        list[str],
+        typer.Argument(
+            help=f"One or more of {', '.join(DRILLS)}; or {_ALL}, which is all but bad-canary."
+        ),
+    ],
+    load: _DrillLoad,
     out: Annotated[Path | None, typer.Option(help="Folder for drill.json.")] = None,
-    rate: _Rate = 1.0,
-    holds: _Holds = None,
-    mode: _Mode = "disaggregated",
-    timeout_s: _TimeoutS = 120.0,
-    api_key: o.ApiKey = "",
-    seed: o.Seed = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as in drill.json.")] = False,
 ) -> None:
     """Inject faults into the fleet on this machine, one at a time, and judge the outcome.
@@ -87,11 +90,14 @@ def drill(
     if local is None:
         o.fail("no single fleet is running here: start one with `baton up`")
     choices = o.Choices(
-        url=local.url, api_key=api_key, headers=[f"x-baton-mode: {mode}"], timeout_s=timeout_s
+        url=local.url,
+        api_key=load.api_key,
+        headers=[f"x-baton-mode: {load.mode}"],
+        timeout_s=load.timeout_s,
     )
     server = o.run_options(choices, None).server
     runner = DrillRunner(
-        DrillOptions(server=server, local=local, rate=rate, holds=holds, seed=seed)
+        DrillOptions(server=server, local=local, rate=load.rate, holds=load.holds, seed=load.seed)
     )
     try:
         asyncio.run(runner.check(names))

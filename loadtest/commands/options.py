@@ -1,13 +1,12 @@
 """Options that the commands of ``baton loadtest`` share."""
 
 import functools
-import inspect
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_type_hints
+from typing import Annotated, Literal, NamedTuple, NoReturn
 
 import msgspec
 import typer
@@ -23,7 +22,6 @@ from loadtest.run import RunOptions
 _SECRETS = ("--api-key", "--tenant-key", "--header")
 _SERVER = "The server"
 _RUN = "The run"
-_BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 
 class LocalFleet(NamedTuple):
@@ -115,46 +113,12 @@ class Choices:
     warmup_s: Warmup = 0.0
 
 
-def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turn the fields of a function's dataclass parameters into options, except ``without``.
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """Options that repeat or continue a run."""
 
-    Excluded fields keep their defaults.
-    """
-
-    def made(function: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(function, include_extras=True)
-        groups: dict[str, list[inspect.Parameter]] = {}
-        shown: list[inspect.Parameter] = []
-        for name, parameter in inspect.signature(function).parameters.items():
-            if is_dataclass(hints[name]):
-                groups[name] = [one for one in _options(hints[name]) if one.name not in without]
-                shown += groups[name]
-            else:
-                shown.append(parameter.replace(kind=_BY_NAME, annotation=hints[name]))
-
-        @functools.wraps(function)
-        def command(**given: Any) -> None:
-            for name, options in groups.items():
-                given[name] = hints[name](**{one.name: given.pop(one.name) for one in options})
-            function(**given)
-
-        command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in shown}
-        return command
-
-    return made
-
-
-def _options(kind: Any) -> list[inspect.Parameter]:
-    hints = get_type_hints(kind, include_extras=True)
-    found = []
-    for one in fields(kind):
-        default = inspect.Parameter.empty if one.default is MISSING else one.default
-        if one.default_factory is not MISSING:
-            default = one.default_factory()
-        annotation = hints[one.name]
-        found.append(inspect.Parameter(one.name, _BY_NAME, default=default, annotation=annotation))
-    return found
+    seed: Seed = 0
+    resume: Resume = False
 
 
 def run_options(
@@ -206,15 +170,15 @@ def _settled(choices: Choices, url: str, tools: bool) -> ServerOptions:
 def _url(url: str, find_fleet: FindFleet | None) -> str:
     if url:
         return url
-    found = find_fleet() if find_fleet is not None else None
-    if found is None:
+    local = find_fleet() if find_fleet is not None else None
+    if local is None:
         raise ServerError("no single fleet is running here: give --url http://host:port")
-    return found.url
+    return local.url
 
 
 def _pair(text: str, separator: str) -> tuple[str, str]:
-    name, found, value = text.partition(separator)
-    if not found or not name.strip():
+    name, separated, value = text.partition(separator)
+    if not separated or not name.strip():
         raise ValueError(f"{text.partition('=')[0]!r} must have the form NAME{separator}VALUE")
     return name.strip(), value.strip()
 
@@ -224,10 +188,10 @@ def typed_command(arguments: Sequence[str]) -> str:
     shown = ["baton"]
     hide = False
     for argument in arguments:
-        option, found, _ = argument.partition("=")
+        option, joined, _ = argument.partition("=")
         if hide:
             shown.append("…")
-        elif found and option in _SECRETS:
+        elif joined and option in _SECRETS:
             shown.append(f"{option}=…")
         else:
             shown.append(argument)

@@ -41,8 +41,8 @@ def ended_by_signals() -> Iterator[None]:
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
-    found = {each: signal.getsignal(each) for each in END_SIGNALS}
-    before = {each: handler for each, handler in found.items() if handler is not signal.SIG_IGN}
+    handlers = {each: signal.getsignal(each) for each in END_SIGNALS}
+    before = {each: handler for each, handler in handlers.items() if handler is not signal.SIG_IGN}
     for each in before:
         signal.signal(each, end)
     try:

@@ -10,6 +10,7 @@ import typer
 from loadtest.client.records import CallRecord
 from loadtest.commands import options as o
 from loadtest.commands.loads import AgentSessions, Disturbed, Recording, Users
+from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED, run, run_and_show, show_and_write
 from loadtest.metrics.turns import turn_figures
 from loadtest.reasons import file_reason
@@ -17,7 +18,7 @@ from loadtest.results.files import write_results
 from loadtest.workloads.agents import alone as alone_plan
 
 
-@o.with_options("tenant_keys")
+@with_options("tenant_keys")
 def replay(
     ctx: typer.Context,
     trace: Annotated[
@@ -26,57 +27,50 @@ def replay(
     out: o.Out,
     recording: Recording,
     choices: o.Choices,
-    seed: o.Seed = 0,
-    resume: o.Resume = False,
+    repetition: o.Repetition,
 ) -> None:
     """Replay a recorded trace with its arrivals, lengths and shared prefixes.
 
     Recorded requests are JSON lines such as {"timestamp": MS, "body": {"messages": …}}.
     """
     try:
-        plan = recording.plan(trace, seed)
+        plan = recording.plan(trace, repetition.seed)
     except OSError as error:
         o.fail(file_reason(error))
     except ValueError as error:
         o.fail(str(error))
-    run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=resume)
+    run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=repetition.resume)
 
 
-@o.with_options()
+@with_options()
 def poisson(
     ctx: typer.Context,
     out: o.Out,
     arrivals: Disturbed,
     choices: o.Choices,
-    seed: o.Seed = 0,
-    resume: o.Resume = False,
+    repetition: o.Repetition,
 ) -> None:
     """Send requests at random times, independent of earlier responses (open loop).
 
     Shared prefixes, a hot tenant, long prompts and disconnecting clients can be added.
     """
     try:
-        plan = arrivals.plan("poisson" if arrivals.cv == 1 else "gamma", seed)
+        plan = arrivals.plan("poisson" if arrivals.cv == 1 else "gamma", repetition.seed)
     except ValueError as error:
         o.fail(str(error))
-    run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=resume)
+    run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=repetition.resume)
 
 
-@o.with_options("tenant_keys", "token_ids")
+@with_options("tenant_keys", "token_ids")
 def sessions(
-    ctx: typer.Context,
-    out: o.Out,
-    users: Users,
-    choices: o.Choices,
-    seed: o.Seed = 0,
-    resume: o.Resume = False,
+    ctx: typer.Context, out: o.Out, users: Users, choices: o.Choices, repetition: o.Repetition
 ) -> None:
     """Simulate users who read each response, think, and ask again (closed loop)."""
     try:
-        plan = users.plan(seed)
+        plan = users.plan(repetition.seed)
     except ValueError as error:
         o.fail(str(error))
-    run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=resume)
+    run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=repetition.resume)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +78,16 @@ class _AgentChoices(o.Choices):
     ignore_eos: o.IgnoreEos = False  # text after the end of a tool call would not be its JSON
 
 
-@o.with_options("tenant_keys", "token_ids", "endpoint", "warmup_s")
+@with_options("tenant_keys", "token_ids", "endpoint", "warmup_s")
 def agents(
     ctx: typer.Context,
     out: o.Out,
     load: AgentSessions,
     choices: _AgentChoices,
+    repetition: o.Repetition,
     alone: Annotated[
         bool, typer.Option("--alone", help="First run one session alone, to compare TTFT with.")
     ] = False,
-    seed: o.Seed = 0,
-    resume: o.Resume = False,
 ) -> None:
     """Simulate agents with tools and growing prompts (closed loop), and count cached tokens.
 
@@ -102,7 +95,7 @@ def agents(
     already got this seed has its prompts cached: change --seed.
     """
     try:
-        plan = load.plan(seed)
+        plan = load.plan(repetition.seed)
     except ValueError as error:
         o.fail(str(error))
     settings = o.run_options(choices, ctx.obj, tools=True)
@@ -114,6 +107,6 @@ def agents(
             raise typer.Exit(INTERRUPTED)
         write_results(out / "alone", before)
         compared = before.records
-    results = run(plan, settings, out, label=plan.name, resume=resume)
+    results = run(plan, settings, out, label=plan.name, resume=repetition.resume)
     turns = turn_figures(results.records, compared)
     show_and_write(msgspec.structs.replace(results, turns=turns), out)

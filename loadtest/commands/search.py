@@ -9,6 +9,7 @@ from rich.console import Console
 
 from loadtest.commands import options as o
 from loadtest.commands.loads import Arrivals
+from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED, run, write_folder
 from loadtest.rate_search import RateSearch
 from loadtest.results.files import Results, SearchPoint
@@ -22,18 +23,23 @@ class _Arrivals(Arrivals):
     requests: Annotated[int, typer.Option(min=20, help="Requests per rate.")] = 200
 
 
-@o.with_options("tenant_keys", "ignore_eos", "warmup_s")
+@dataclass(frozen=True, kw_only=True)
+class _Precision:
+    precision: Annotated[
+        float, typer.Option(min=0.01, help="Relative precision of the result.")
+    ] = 0.1
+    warmup_share: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Share of each rate's time to exclude.")
+    ] = 0.1
+
+
+@with_options("tenant_keys", "ignore_eos", "warmup_s")
 def search(
     ctx: typer.Context,
     out: o.Out,
     arrivals: _Arrivals,
     choices: o.Choices,
-    precision: Annotated[
-        float, typer.Option(min=0.01, help="Relative precision of the result.")
-    ] = 0.1,
-    warmup_share: Annotated[
-        float, typer.Option(min=0, max=0.9, help="Share of each rate's time to exclude.")
-    ] = 0.1,
+    measured: _Precision,
     seed: o.Seed = 0,
 ) -> None:
     """Find the highest Poisson rate that meets the SLO; every rate gets new prompts.
@@ -41,7 +47,7 @@ def search(
     For publishable figures use `--requests 2000` and three seeds; the default is a first look.
     """
     try:
-        found = RateSearch(arrivals.rate, precision=precision)
+        rates = RateSearch(arrivals.rate, precision=measured.precision)
         parse_lengths(arrivals.prompt_tokens)
         parse_lengths(arrivals.answer_tokens)
     except ValueError as error:
@@ -50,21 +56,21 @@ def search(
     run_options = o.run_options(choices, ctx.obj)
     runs: list[Results] = []
     interrupted = False
-    while (tried := found.next_rate()) is not None:
+    while (tried := rates.next_rate()) is not None:
         plan = replace(arrivals, rate=tried).plan("search", 1000 * seed + len(runs))
-        warmup_s = warmup_share * max(c.start_s for c in plan.conversations)
+        warmup_s = measured.warmup_share * max(c.start_s for c in plan.conversations)
         at_rate = replace(run_options, warmup_s=warmup_s)
         results = run(plan, at_rate, None, label=f"{tried:.2f}/s")
         if interrupted := not results.complete:
             break
         runs.append(results)
-        found.add(_point(tried, results))
-        Console().print(search_table(found.points))
+        rates.add(_point(tried, results))
+        Console().print(search_table(rates.points))
     if not runs:
         raise typer.Exit(INTERRUPTED)
-    best = found.best
-    number = found.points.index(best) if best is not None else len(runs) - 1
-    write_folder(msgspec.structs.replace(runs[number], search=found.points), out)
+    best = rates.best
+    number = rates.points.index(best) if best is not None else len(runs) - 1
+    write_folder(msgspec.structs.replace(runs[number], search=rates.points), out)
     if interrupted:
         o.echo("[yellow]interrupted: the report has the rates tried so far[/]")
         raise typer.Exit(INTERRUPTED)

@@ -18,11 +18,7 @@ _TRAFFIC_S = 3.0
 _LIMIT_S = 10.0
 _LIMIT_REQUESTS = 20
 _POLL_S = 0.05
-_GOLDEN = (
-    "Once upon a time, there was",
-    "The capital of France is",
-    "One, two, three, four,",
-)
+_GOLDEN = ("Once upon a time, there was", "The capital of France is", "One, two, three, four,")
 
 
 async def bad_canary(fleet: FleetView) -> str:
@@ -47,7 +43,7 @@ async def model_with_copy(fleet: FleetView) -> str:
     Raises:
         DrillError: There is none.
     """
-    models: list[str] = [one["name"] for one in (await fleet.models())["models"]]
+    models: list[str] = [model["name"] for model in (await fleet.models())["models"]]
     pairs = [name for name in models if f"{name}{_SUFFIX}" in models]
     if not pairs:
         raise DrillError(

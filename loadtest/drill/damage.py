@@ -24,11 +24,11 @@ def damage(source: Path, target: Path) -> None:
     """
     shutil.copyfile(source, target)
     reader = GGUFReader(target, mode="r+")
-    found = [tensor for tensor in reader.tensors if tensor.name == MATRIX]
-    if not found or found[0].tensor_type != GGMLQuantizationType.Q4_1:
+    matrices = [tensor for tensor in reader.tensors if tensor.name == MATRIX]
+    if not matrices or matrices[0].tensor_type != GGMLQuantizationType.Q4_1:
         target.unlink()
         raise ValueError(f"{source}: has no {MATRIX} in Q4_1")
-    blocks = found[0].data.view(np.uint8).reshape(-1, _BLOCK_BYTES)
+    blocks = matrices[0].data.view(np.uint8).reshape(-1, _BLOCK_BYTES)
     blocks[:, _SCALE_BYTES:] ^= 0xFF
     reader.data.flush()
 

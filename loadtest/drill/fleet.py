@@ -63,12 +63,12 @@ class FleetView:
         """Return the models of the fleet, and the routes of names with their gates."""
         try:
             answer = (await self._http.get("/fleet/models")).raise_for_status()
-            found: dict[str, Any] = answer.json()
+            models: dict[str, Any] = answer.json()
         except httpx.HTTPError as error:
             raise DrillError(f"{self._http.base_url}/fleet/models: {http_reason(error)}") from error
         except ValueError as error:
             raise DrillError(f"{self._http.base_url}/fleet/models: {error}") from error
-        return found
+        return models
 
     async def change_models(self, body: dict[str, Any]) -> str:
         """Change the routes of a name, or the golden prompts of a model; return the error or ""."""

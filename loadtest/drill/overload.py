@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from loadtest.client.records import CallRecord
 from loadtest.drill.verdict import (
     DrillOutcome,
+    SentLoad,
     ShownWorker,
     left_behind,
     shortened,
@@ -50,11 +51,10 @@ def overload_phases(rate: float) -> list[LoadPhase]:
 
 
 def judge_overload(
-    *,
+    load: SentLoad,
     phases: Sequence[LoadPhase],
-    planned: Sequence[int],
-    records: Sequence[CallRecord],
     limits: GoodLimits,
+    *,
     probes: Sequence[CallRecord],
     golden: Mapping[int, str],
     workers: Sequence[ShownWorker],
@@ -62,20 +62,20 @@ def judge_overload(
     """Judge the load of `overload_phases`.
 
     Args:
+        load: Requests of the load.
         phases: Phases of the load: the base, overloads, and the base again.
-        planned: Indexes of all requests of the load.
-        records: Records of the load.
         limits: Limits of a good response.
         probes: Records of requests for golden responses, sent after the load.
         golden: Golden responses by index of a probe.
         workers: State of the fleet some seconds after the last request.
     """
+    records = load.records
     figures = [figures_of(phase, records, limits) for phase in phases]
     base, *overloads, _ = figures
     recovered_s = recovery_s(phases[-1], records, limits, base.good_share)
     faults = [
         *(fault for overload in overloads for fault in _overload_faults(overload, base)),
-        *wrong_ends(planned, records, may_fail=True),
+        *wrong_ends(load.planned, records, may_fail=True),
         *_wrong_refusals(records),
         *wrong_tokens(probes, golden),
         *wrong_ends([probe.index for probe in probes], probes, may_fail=True),
@@ -87,7 +87,7 @@ def judge_overload(
     return DrillOutcome(
         drill="overload",
         what_was_done=f"{' and '.join(p.name for p in overloads)} {base.rate:.2f} requests/s",
-        requests=len(planned),
+        requests=len(load.planned),
         ends=dict(Counter(record.end for record in records)),
         errors=dict(Counter(error_name(r) for r in records if r.end != "ok")),
         compared=sum(bool(probe.answer) for probe in probes),

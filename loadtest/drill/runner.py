@@ -18,7 +18,7 @@ from loadtest.drill.drills import DRILLS, Drill
 from loadtest.drill.faults import Scene
 from loadtest.drill.fleet import DrillError, DrillFaultError, FleetView, all_at_rest, all_ready
 from loadtest.drill.overload import HOLDS_SHARE, judge_overload, overload_phases
-from loadtest.drill.verdict import DrillOutcome, ShownWorker, judge
+from loadtest.drill.verdict import DrillOutcome, InjectedFault, SentLoad, ShownWorker, judge
 from loadtest.goodput.fleet import SizedFleet
 from loadtest.goodput.measure import alone_s, goodput, held_rate, send_phases
 from loadtest.goodput.phases import GoodLimits, PhaseFigures, figures_of, phased_plan
@@ -101,18 +101,17 @@ class DrillRunner:
             await self._probe_until_answered(run)
             await fleet.wait(all_ready, _READY_LIMIT_S)  # restarted workers may still be loading
             workers = await fleet.wait(all_at_rest, _REST_LIMIT_S)
-        verdict = judge(
+        fault = InjectedFault(
             drill=name,
-            other_until_s=run.other_until_s,
             what_was_done=run.what_was_done,
-            planned=run.planned,
-            records=run.records,
-            golden={index: self._golden[index % _PROMPTS] for index in run.planned},
-            fault_s=run.fault_s,
+            at_s=run.fault_s,
             may_fail=drill.may_fail,
             recovery_limit_s=drill.recovery_limit_s,
-            workers=workers,
+            other_until_s=run.other_until_s,
         )
+        load = SentLoad(planned=run.planned, records=run.records)
+        golden = {index: self._golden[index % _PROMPTS] for index in run.planned}
+        verdict = judge(fault, load, golden, workers)
         return msgspec.structs.replace(verdict, faults=[*run.faults, *verdict.faults])
 
     async def _limits(self) -> GoodLimits | None:
@@ -144,10 +143,9 @@ class DrillRunner:
         await self._probe_until_answered(probes)
         workers = await fleet.wait(all_at_rest, _REST_LIMIT_S)
         return judge_overload(
-            phases=phases,
-            planned=range(phased_plan(phases, 0).request_count),
-            records=records,
-            limits=limits,
+            SentLoad(planned=range(phased_plan(phases, 0).request_count), records=records),
+            phases,
+            limits,
             probes=probes.records,
             golden={index: self._golden[index % _PROMPTS] for index in probes.planned},
             workers=workers,
@@ -159,10 +157,10 @@ class DrillRunner:
         async def measure(rate: float) -> PhaseFigures:
             return await goodput(rate, _SEARCH_S, self._options.server, limits)
 
-        found = await held_rate(measure, await measure(workers / limits.own_s))
-        if found is None:
+        held = await held_rate(measure, await measure(workers / limits.own_s))
+        if held is None:
             raise DrillError("the fleet holds no tried rate: set --holds")
-        return found.rate
+        return held.rate
 
     async def _load_and_fault(self, drill: Drill, scene: Scene) -> "_Run":
         rng = np.random.default_rng(self._options.seed)

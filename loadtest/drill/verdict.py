@@ -9,6 +9,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -36,7 +37,7 @@ class ShownWorker(msgspec.Struct, frozen=True, kw_only=True):
 
     def leaks(self) -> list[str]:
         """Return what an idle worker still holds, and blocks that do not add up."""
-        found = [
+        leaks = [
             f"{self.id}: {count} {what}"
             for what, count in (
                 ("blocks leased", self.kv_blocks["leased"]),
@@ -48,10 +49,10 @@ class ShownWorker(msgspec.Struct, frozen=True, kw_only=True):
         ]
         parts = sum(self.kv_blocks[k] for k in ("free", "cached", "leased", "quarantined"))
         if parts != self.kv_blocks["total"]:
-            found.append(
+            leaks.append(
                 f"{self.id}: {parts} of {self.kv_blocks['total']} blocks are accounted for"
             )
-        return found
+        return leaks
 
 
 class DrillOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,41 +74,58 @@ class DrillOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return not self.faults
 
 
+@dataclass(frozen=True, kw_only=True)
+class SentLoad:
+    """Requests of a load: the index of each planned one, and the records of those that ended."""
+
+    planned: Sequence[int]
+    records: Sequence[CallRecord]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InjectedFault:
+    """A fault, and what it may do.
+
+    Attributes:
+        at_s: Time of the fault, on the records' clock.
+        may_fail: Tolerates typed errors before the start of a response.
+        other_until_s: Requests that were sent before may have the answers of another model.
+    """
+
+    drill: str
+    what_was_done: str
+    at_s: float
+    may_fail: bool
+    recovery_limit_s: float
+    other_until_s: float = 0.0
+
+
 def judge(
-    *,
-    drill: str,
-    what_was_done: str,
-    planned: Sequence[int],
-    records: Sequence[CallRecord],
-    golden: Mapping[int, str],
-    fault_s: float,
-    may_fail: bool,
-    recovery_limit_s: float,
-    workers: Sequence[ShownWorker],
-    other_until_s: float = 0.0,
+    fault: InjectedFault, load: SentLoad, golden: Mapping[int, str], workers: Sequence[ShownWorker]
 ) -> DrillOutcome:
     """Judge a drill.
 
-    ``planned`` has the index of every planned request, and ``golden`` the correct responses by
-    index. ``fault_s`` is on the records' clock. ``may_fail`` tolerates typed errors before the
-    start of a response; wrong tokens, hangs, silence and interrupted responses are always faults.
-    Requests that were sent before ``other_until_s`` may have the answers of another model.
-    ``workers`` is the state of the fleet some seconds after the last request.
+    ``golden`` has the correct responses by index. Wrong tokens, hangs, silence and interrupted
+    responses are always faults. ``workers`` is the state of the fleet some seconds after the last
+    request.
     """
-    recovered_s = recovery_s(records, fault_s)
+    records = load.records
+    recovered_s = recovery_s(records, fault.at_s)
     faults = [
-        *wrong_tokens([one for one in records if one.sent_s >= other_until_s], golden),
-        *wrong_ends(planned, records, may_fail=may_fail),
+        *wrong_tokens(
+            [record for record in records if record.sent_s >= fault.other_until_s], golden
+        ),
+        *wrong_ends(load.planned, records, may_fail=fault.may_fail),
         *left_behind(workers),
     ]
     if recovered_s is None:
         faults.append("no request after the fault succeeded")
-    elif recovered_s > recovery_limit_s:
-        faults.append(f"recovered after {recovered_s:.1f} s, limit {recovery_limit_s:g} s")
+    elif recovered_s > fault.recovery_limit_s:
+        faults.append(f"recovered after {recovered_s:.1f} s, limit {fault.recovery_limit_s:g} s")
     return DrillOutcome(
-        drill=drill,
-        what_was_done=what_was_done,
-        requests=len(planned),
+        drill=fault.drill,
+        what_was_done=fault.what_was_done,
+        requests=len(load.planned),
         ends=dict(Counter(record.end for record in records)),
         errors=dict(Counter(error_name(r) for r in records if r.end not in ("ok", "aborted"))),
         compared=sum(bool(record.answer) for record in records),

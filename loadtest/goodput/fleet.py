@@ -37,8 +37,8 @@ class SizedFleet:
 
     def planner(self) -> dict[str, Any]:
         """Return the planner's mode and last decisions, the newest first."""
-        found: dict[str, Any] = self._ask("GET", "/fleet/planner")
-        return found
+        planner: dict[str, Any] = self._ask("GET", "/fleet/planner")
+        return planner
 
     def sizes(self) -> dict[str, int]:
         """Return the number of ready workers by role."""
@@ -48,9 +48,9 @@ class SizedFleet:
     def decisions(self, since: float) -> list[tuple[float, str]]:
         """Return the turns and sizes that the planner applied since a Unix time, with reasons."""
         return [
-            (one["at"], f"{_what(one['decision'])}: {one['decision']['reason']}")
-            for one in reversed(self.planner()["decisions"])
-            if one["done"] and one["at"] >= since
+            (decided["at"], f"{_what(decided['decision'])}: {decided['decision']['reason']}")
+            for decided in reversed(self.planner()["decisions"])
+            if decided["done"] and decided["at"] >= since
         ]
 
     def plan(self, mode: str) -> None:

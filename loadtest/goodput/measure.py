@@ -86,7 +86,7 @@ async def held_rate(measure: Measure, overload: PhaseFigures) -> PhaseFigures | 
     for share in TRIED:
         if not overload.good_per_s:
             break
-        found = await measure(share * overload.good_per_s)
-        if found.good_share >= HELD_SHARE:
-            return found
+        held = await measure(share * overload.good_per_s)
+        if held.good_share >= HELD_SHARE:
+            return held
     return None

@@ -58,8 +58,8 @@ class Fleet:
 
     def workers(self) -> list[dict[str, Any]]:
         """Return the workers in ``/fleet``, which is at most half a second old."""
-        found: list[dict[str, Any]] = self._get("/fleet").json()["workers"]
-        return found
+        workers: list[dict[str, Any]] = self._get("/fleet").json()["workers"]
+        return workers
 
     def total(self, name: str) -> tuple[float, float]:
         """Return sum and count of a histogram of the router."""

@@ -52,7 +52,7 @@ def run(context: LabContext) -> Findings:
 
 
 async def _run(context: LabContext, seconds: float) -> Findings:
-    found = []
+    candidates = []
     async with FleetView(context.url, context.api_key) as fleet:
         names = [one["name"] for one in (await fleet.models())["models"]]
         if missing := [name for name in LABS["canary"].timings if name not in names]:
@@ -62,8 +62,8 @@ async def _run(context: LabContext, seconds: float) -> Findings:
             load = f"{percent(_SHARE, 0)} of {_RATE:g} requests/s for {seconds:g} s"
             echo(f"[dim]candidate {number} of {len(tried)}, {kind}: {model} gets {load}[/]")
             with awaiting("the load", _SETTLE_S + seconds):
-                found.append(await _candidate(fleet, context, kind, model, seconds))
-    return findings_of(found, rate=_RATE, share=_SHARE, seconds=seconds)
+                candidates.append(await _candidate(fleet, context, kind, model, seconds))
+    return findings_of(candidates, rate=_RATE, share=_SHARE, seconds=seconds)
 
 
 async def _candidate(
@@ -87,7 +87,7 @@ async def _candidate(
         out_s=watched.out_s,
         reason=watched.reason,
         sent=len(records),
-        failed=sum(one.end != "ok" for one in records),
+        failed=sum(record.end != "ok" for record in records),
     )
 
 
@@ -120,8 +120,8 @@ async def _watch(fleet: FleetView, kind: str, model: str, ended: asyncio.Event) 
 
 
 async def _entry(fleet: FleetView) -> dict[str, Any]:
-    found: dict[str, Any] = (await fleet.models())["routes"].get(NAME, {})
-    return found
+    route: dict[str, Any] = (await fleet.models())["routes"].get(NAME, {})
+    return route
 
 
 def _requests(entry: dict[str, Any]) -> int:

@@ -45,15 +45,16 @@ def findings_of(
         seconds: Length of the load of each.
     """
     parts = [
-        f"{one.kind}: stayed"
-        if one.out_s is None
-        else f"{one.kind}: rolled back after {one.out_s:.1f} s and {one.requests} of its requests"
-        for one in candidates
+        f"{candidate.kind}: stayed"
+        if candidate.out_s is None
+        else f"{candidate.kind}: rolled back after {candidate.out_s:.1f} s and "
+        f"{candidate.requests} of its requests"
+        for candidate in candidates
     ]
-    wrong = [one.kind for one in candidates if not one.is_right]
+    wrong = [candidate.kind for candidate in candidates if not candidate.is_right]
     verdict = f"Not as it should be: {', '.join(wrong)}." if wrong else "All as they should be."
-    failed = sum(one.failed for one in candidates)
-    sent = sum(one.sent for one in candidates)
+    failed = sum(candidate.failed for candidate in candidates)
+    sent = sum(candidate.sent for candidate in candidates)
     return Findings(
         parameters={
             "requests/s": rate,
@@ -61,15 +62,20 @@ def findings_of(
             "seconds of load for each": seconds,
         },
         columns=["candidate", "model", "rolled back after, s", "its requests until then", "reason"],
-        rows=[[one.kind, one.model, one.out_s, one.requests, one.reason] for one in candidates],
+        rows=[
+            [candidate.kind, candidate.model, candidate.out_s, candidate.requests, candidate.reason]
+            for candidate in candidates
+        ],
         plots=[
             Plot(
                 title="Requests of each candidate until its rollback",
                 x_label="candidate",
                 y_label="requests",
                 x=[float(place) for place in range(len(candidates))],
-                labels=[one.kind for one in candidates],
-                series=[Series("requests", [float(one.requests) for one in candidates])],
+                labels=[candidate.kind for candidate in candidates],
+                series=[
+                    Series("requests", [float(candidate.requests) for candidate in candidates])
+                ],
                 caption="A candidate that stayed has all its requests.",
             )
         ],

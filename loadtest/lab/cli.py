@@ -6,6 +6,7 @@ fleet, since nothing here imports ``fleet``.
 
 import os
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -15,8 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from baton.config.fleet_file import DEFAULT_MODEL
 from loadtest.client.server import Server, ServerError
+from loadtest.commands.option_groups import with_options
 from loadtest.commands.options import FindFleet, check_out, echo, fail, typed_command
 from loadtest.commands.running import INTERRUPTED, ended_by_signals
 from loadtest.lab.places import LabError, emulated_fleet, fleet_of, machine, run_in_process
@@ -24,44 +25,19 @@ from loadtest.lab.report import show, write_report
 from loadtest.lab.results import LabResults, write_results
 from loadtest.lab.table import LABS, Lab, LabContext
 
-_Out = Annotated[
-    Path | None, typer.Option(help="Folder for results.json and report.html. [lab-NAME]")
-]
-_Quick = Annotated[
-    bool,
-    typer.Option(
-        "--quick", help="Measure fewer points: 2 minutes on two cores; canary 3, split 5."
-    ),
-]
-_Url = Annotated[str, typer.Option(help="Router of the fleet to use. Default: the local fleet.")]
-_Fleet = Annotated[
-    Path | None, typer.Option(help="Fleet file of a fleet to start for this lab only.")
-]
-_ApiKey = Annotated[
-    str,
-    typer.Option(envvar="OPENAI_API_KEY", help="Operator's API key, if the fleet has keys."),
-]
-_Model = Annotated[str, typer.Option(help="Model reference, for labs with an engine of their own.")]
-_Workers = Annotated[
-    int, typer.Option(min=2, help="split: workers of the emulated fleet that it starts.")
-]
-_Threads = Annotated[
-    int | None, typer.Option(min=1, help="Threads of that engine. Default: cores, at most 2.")
-]
-
 
 @ended_by_signals()
+@with_options()
 def lab(
     ctx: typer.Context,
+    context: LabContext,
     name: Annotated[str | None, typer.Argument(help="Lab to run; omit to list all.")] = None,
-    out: _Out = None,
-    quick: _Quick = False,
-    url: _Url = "",
-    fleet: _Fleet = None,
-    api_key: _ApiKey = "",
-    model: _Model = DEFAULT_MODEL,
-    workers: _Workers = 4,
-    threads: _Threads = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results.json and report.html. [lab-NAME]")
+    ] = None,
+    fleet: Annotated[
+        Path | None, typer.Option(help="Fleet file of a fleet to start for this lab only.")
+    ] = None,
 ) -> None:
     """Run an experiment on a common question of operators, with a table and a plot.
 
@@ -73,18 +49,11 @@ def lab(
         return
     if name not in LABS:
         fail(f"unknown lab {name!r}; use one of {', '.join(LABS)}")
-    found = LABS[name]
     folder = out or Path(f"lab-{name}")
     check_out(folder)
-    context = LabContext(
-        quick=quick,
-        model=model,
-        threads=threads or min(os.cpu_count() or 1, 2),
-        api_key=api_key,
-        workers=workers,
-    )
+    context = replace(context, threads=context.threads or min(os.cpu_count() or 1, 2))
     try:
-        results = _run(found, context, url, fleet, ctx.obj)
+        results = _run(LABS[name], context, fleet, ctx.obj)
     except (LabError, ServerError) as error:
         fail(str(error))
     except KeyboardInterrupt:
@@ -109,7 +78,7 @@ def _list() -> None:
 
 
 def _run(
-    lab: Lab, context: LabContext, url: str, fleet: Path | None, find_fleet: FindFleet | None
+    lab: Lab, context: LabContext, fleet: Path | None, find_fleet: FindFleet | None
 ) -> LabResults:
     created = datetime.now(UTC).isoformat(timespec="seconds")
     load = os.getloadavg()[0]
@@ -118,12 +87,10 @@ def _run(
         subject = f"{context.model}, {context.threads} threads"
         findings = run_in_process(lab.name, context)
     else:
-        given = bool(url) or fleet is not None
+        given = bool(context.url) or fleet is not None
         own = lab.own_fleet and not given
         place = (
-            emulated_fleet(context, lab.timings)
-            if own
-            else fleet_of(url, fleet, find_fleet, context)
+            emulated_fleet(context, lab.timings) if own else fleet_of(context, fleet, find_fleet)
         )
         with place as target:
             with Server(target.url, target.api_key) as server:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -36,8 +37,8 @@ def machine() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
-    found = re.search(r"model name\s*: (.*)", text)
-    return f"{found[1] if found else 'unknown processor'}, {os.cpu_count()} cores"
+    cpu = re.search(r"model name\s*: (.*)", text)
+    return f"{cpu[1] if cpu else 'unknown processor'}, {os.cpu_count()} cores"
 
 
 def run_in_process(name: str, context: LabContext) -> Findings:
@@ -71,21 +72,22 @@ def run_in_process(name: str, context: LabContext) -> Findings:
 
 @contextlib.contextmanager
 def fleet_of(
-    url: str, fleet_file: Path | None, find_fleet: FindFleet | None, context: LabContext
+    context: LabContext, fleet_file: Path | None, find_fleet: FindFleet | None
 ) -> Iterator[LabContext]:
     """Yield the context with the URL of a fleet: the given one, a new one, or the local one."""
+    url = context.url
     if fleet_file is not None and not url:
         with _started(fleet_file) as started:
-            yield msgspec.structs.replace(context, url=started)
+            yield replace(context, url=started)
         return
     local = find_fleet() if find_fleet is not None and not url else None
     if local is not None:
         key = context.api_key or local.operator_key
-        yield msgspec.structs.replace(context, url=local.url, api_key=key)
+        yield replace(context, url=local.url, api_key=key)
         return
     if not url:
         raise LabError("this lab needs a fleet: set --url or --fleet FILE, or run `baton up` first")
-    yield msgspec.structs.replace(context, url=url.rstrip("/").removesuffix("/v1"))
+    yield replace(context, url=url.rstrip("/").removesuffix("/v1"))
 
 
 @contextlib.contextmanager
@@ -101,7 +103,7 @@ def emulated_fleet(
         file = Path(folder) / "fleet.yaml"
         file.write_text(_emulated(context.workers, key, timings or {}))
         with _started(file) as started:
-            yield msgspec.structs.replace(context, url=started, api_key=key)
+            yield replace(context, url=started, api_key=key)
 
 
 def _emulated(workers: int, key: str, timings: Mapping[str, str]) -> str:
@@ -158,12 +160,12 @@ def _wait_ready(process: "subprocess.Popen[bytes]", output: Path, progress: Prog
     until_s = time.monotonic() + _START_LIMIT_S
     while time.monotonic() < until_s:
         text = output.read_text(errors="replace")
-        if found := re.search(r"Baton is ready at (\S+)/v1", text):
-            return found[1]
+        if match := re.search(r"Baton is ready at (\S+)/v1", text):
+            return match[1]
         if process.poll() is not None:
             raise LabError(f"the fleet did not start:\n{text[-2000:]}")
-        if found := re.search(r"waiting for (.+)\n$", text):
-            progress.awaited = found[1]
+        if match := re.search(r"waiting for (.+)\n$", text):
+            progress.awaited = match[1]
         time.sleep(0.2)
     raise LabError(f"the fleet was not ready after {_START_LIMIT_S:.0f} s")
 

@@ -139,7 +139,7 @@ class _Lab:
                 rate=rate,
                 seconds=_STEERED_S,
                 records=records,
-                decisions=[one for one in decided if one[0] <= _STEERED_S],
+                decisions=[decision for decision in decided if decision[0] <= _STEERED_S],
             )
         finally:
             self.fleet.plan("hold")

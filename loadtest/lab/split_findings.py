@@ -72,12 +72,12 @@ def findings_of(
         answer_tokens: Length of every response.
     """
     best = max(splits, key=lambda split: split.figures.good_per_s)
-    results = [_result(one, best, base, limits) for one in steered]
+    results = [_result(run, best, base, limits) for run in steered]
     return Findings(
         parameters={
             **_parameters(limits, answer_tokens),
             "rate that the best split holds (1.0 x), 1/s": base.rate,
-            **{f"decisions of the planner from {one.start}": _decisions(one) for one in steered},
+            **{f"decisions of the planner from {run.start}": _decisions(run) for run in steered},
         },
         columns=_COLUMNS,
         rows=[
@@ -85,10 +85,7 @@ def findings_of(
             _row(f"{best.name} at 1.0 x", base),
             *(row for result in results for row in result.rows),
         ],
-        plots=[
-            _plot_of_splits(splits),
-            *(result.plot for result in results),
-        ],
+        plots=[_plot_of_splits(splits), *(result.plot for result in results)],
         sentence=f"{best.name} is the best split: {best.figures.good_per_s:.2f} good responses/s, "
         f"and {base.good_per_s:.2f} at the {base.rate:.2f} requests/s that it holds. "
         + " ".join(result.sentence for result in results),
@@ -125,7 +122,8 @@ def _result(
     ratio = figures[-1].good_per_s / base.good_per_s
     return _Result(
         rows=[
-            _row(f"{title}, {phase.name}", one) for phase, one in zip(phases, figures, strict=True)
+            _row(f"{title}, {phase.name}", phase_figures)
+            for phase, phase_figures in zip(phases, figures, strict=True)
         ],
         plot=Plot(
             title=title,

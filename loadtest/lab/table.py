@@ -3,22 +3,40 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Literal
+from typing import Annotated, Literal
 
-import msgspec
+import typer
 
+from baton.config.fleet_file import DEFAULT_MODEL
 from loadtest.lab.results import Findings
 
 
-class LabContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a lab."""
+@dataclass(frozen=True, kw_only=True)
+class LabContext:
+    """Options of a lab; ``url`` and ``api_key`` are those of the fleet that it uses."""
 
-    quick: bool = False  # measure fewer points: under two minutes on two cores
-    model: str = ""  # model reference, for labs with an engine
-    threads: int = 2  # threads of that engine
-    url: str = ""  # base URL of the router without ``/v1``, for labs with a fleet
-    api_key: str = ""  # operator's API key, or ""
-    workers: int = 4  # workers of a fleet that the lab starts for itself
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Measure fewer points: 2 minutes on two cores; canary 3, split 5."
+        ),
+    ] = False
+    url: Annotated[
+        str, typer.Option(help="Router of the fleet to use. Default: the local fleet.")
+    ] = ""
+    api_key: Annotated[
+        str,
+        typer.Option(envvar="OPENAI_API_KEY", help="Operator's API key, if the fleet has keys."),
+    ] = ""
+    model: Annotated[
+        str, typer.Option(help="Model reference, for labs with an engine of their own.")
+    ] = DEFAULT_MODEL
+    workers: Annotated[
+        int, typer.Option(min=2, help="split: workers of the emulated fleet that it starts.")
+    ] = 4
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of that engine. Default: cores, at most 2.")
+    ] = None
 
 
 @dataclass(frozen=True)

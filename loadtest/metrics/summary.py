@@ -217,23 +217,23 @@ def judge_clients(
 
 
 def _distributions(records: Sequence[CallRecord]) -> dict[str, Distribution]:
-    found: dict[str, Distribution | None] = {}
+    distributions: dict[str, Distribution | None] = {}
     for name, figure in figures.PER_REQUEST.items():
-        found[name] = Distribution.of(v for v in map(figure, records) if v is not None)
+        distributions[name] = Distribution.of(v for v in map(figure, records) if v is not None)
         if name == "second_token_s":  # in the table, itl_s comes before itl_mean_s
             gaps = [figures.gaps_s(record) for record in records]
-            found["itl_s"] = Distribution.of(np.concatenate(gaps)) if gaps else None
-    return {name: distribution for name, distribution in found.items() if distribution}
+            distributions["itl_s"] = Distribution.of(np.concatenate(gaps)) if gaps else None
+    return {name: distribution for name, distribution in distributions.items() if distribution}
 
 
 def _by_group(records: Sequence[CallRecord]) -> dict[str, dict[str, Distribution]]:
     names = {name for record in records for name in (record.group, record.tenant)} - {""}
-    found = {}
+    groups = {}
     for name in sorted(names):
         own = [record for record in records if name in (record.group, record.tenant)]
         whole = _distributions(own)
-        found[name] = {key: d for key, d in whole.items() if key in ("ttft_s", "tpot_s")}
-    return found
+        groups[name] = {key: d for key, d in whole.items() if key in ("ttft_s", "tpot_s")}
+    return groups
 
 
 def error_name(record: CallRecord) -> str:

@@ -48,12 +48,12 @@ def turn_figures(
     by_key = {(record.session, record.turn): record for record in records}
     first_s = {record.turn: ttft_s(record) for record in alone}
     numbers = sorted({record.turn for record in records})
-    found = [
+    turns = [
         _figures(str(number), [r for r in records if r.turn == number], by_key, first_s)
         for number in numbers
     ]
     later = [record for record in records if record.turn > 1]
-    return [*found, _figures("from 2", later, by_key, first_s)] if later else found
+    return [*turns, _figures("from 2", later, by_key, first_s)] if later else turns
 
 
 def _figures(

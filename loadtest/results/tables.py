@@ -95,9 +95,9 @@ def _rates(summary: Summary) -> Table:
 def _groups(summary: Summary) -> Table:
     figures = (Column(name, no_wrap=True) for name in ("n", "TTFT p50", "p99", "TPOT p50", "p99"))
     table = Table(Column(overflow="fold"), *figures, title="groups", title_justify="left")
-    for name, found in summary.by_group.items():
-        ttft = found.get("ttft_s")
-        tpot = found.get("tpot_s")
+    for name, distributions in summary.by_group.items():
+        ttft = distributions.get("ttft_s")
+        tpot = distributions.get("tpot_s")
         cells = [
             seconds(value) if value is not None else "–"
             for each in (ttft, tpot)

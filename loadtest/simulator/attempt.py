@@ -8,20 +8,19 @@ machines, engines and wire takes ``CONTROL_NS`` per message.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
 from baton.types import events as ev
 from baton.types.geometry import BLOCK_TOKENS, KvGeometry
 from baton.types.params import SamplingParams
-from kvtransfer import receiver, sender
+from kvtransfer import receiver_actions, sender
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver
 from kvtransfer.sender import HandoffSender
-from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.network import CONTROL_NS, Network
-from loadtest.simulator.prefix_pull import SimulatedPull
+from loadtest.simulator.prefix_pull import PrefixSource, SimulatedPull
 from loadtest.simulator.records import HASH_SEED, Record
 from loadtest.simulator.worker import LAYER_GROUPS, SimulatedWorker
 
@@ -37,6 +36,25 @@ class _PullProgress:
     frames: int
     began_ns: int
     payload_bytes: float = 0.0
+
+
+class _Reading(NamedTuple):
+    """Blocks that a prefill worker lends to a pull."""
+
+    sending: HandoffSender
+    worker: SimulatedWorker
+    engine_id: str
+
+
+class AttemptWorkers(NamedTuple):
+    """Workers of an attempt; without ``prefill``, decode computes the prompt.
+
+    ``prefix`` has the sources of the prompt's prefix, in order.
+    """
+
+    decode: SimulatedWorker
+    prefill: SimulatedWorker | None = None
+    prefix: Sequence[PrefixSource] = ()
 
 
 class AttemptListener(Protocol):
@@ -56,33 +74,26 @@ class AttemptListener(Protocol):
 
 
 class Attempt:
-    """Attempt at a request on chosen workers.
-
-    Without a prefill worker the decode worker computes the prompt. ``prefix`` has the sources of
-    the prompt's prefix, with their numbers of leading blocks, in order.
-    """
+    """Attempt at a request on chosen workers."""
 
     def __init__(
         self,
         record: Record,
-        decode: SimulatedWorker,
-        prefill: SimulatedWorker | None,
-        prefix: Sequence[tuple[SimulatedWorker, int]] = (),
+        workers: AttemptWorkers,
         *,
         block_tokens: int,
         kv_bytes_per_token: int,
-        clock: VirtualClock,
         network: Network,
         listener: AttemptListener,
     ) -> None:
         self.record = record
-        self.decode = decode
-        self.prefill = prefill
+        self.decode = workers.decode
+        self.prefill = workers.prefill
         self.over = False
-        self._prefix = prefix
+        self._prefix = workers.prefix
         self._block_bytes = kv_bytes_per_token * block_tokens
         self._id = f"{record.id}.{record.attempt}"
-        self._clock = clock
+        self._clock = network.clock
         self._network = network
         self._listener = listener
         self._unit_tokens = max(block_tokens // BLOCK_TOKENS, 1)
@@ -117,17 +128,16 @@ class Attempt:
             submit()
 
     def _with_prefix(self, worker: SimulatedWorker, submit: Callable[[], None]) -> None:
-        links = [link for link in self._prefix if link[0] is not worker]
+        sources = [source for source in self._prefix if source.worker is not worker]
         self._prefix = ()
-        if not links:
+        if not sources:
             submit()
             return
         SimulatedPull(
             self.record,
             worker,
-            links,
+            sources,
             block_bytes=self._block_bytes,
-            clock=self._clock,
             network=self._network,
             on_end=lambda: None if self.over or not worker.alive else submit(),
         ).begin()
@@ -167,7 +177,9 @@ class Attempt:
     def leave_prefill(self) -> None:
         """Leave a prefill worker that has another role now. This is not a failure of it."""
         actions = self._receiver.prefill_failed("the worker has another role")
-        self._perform([one for one in actions if not isinstance(one, receiver.AskForPeer)])
+        self._perform(
+            [action for action in actions if not isinstance(action, receiver_actions.AskForPeer)]
+        )
 
     def compute_locally(self) -> None:
         """Compute the prompt on the decode worker."""
@@ -222,24 +234,24 @@ class Attempt:
             self._perform(self._receiver.cancel())
             self._clock.after(CONTROL_NS, lambda: self._listener.on_end(self.record, self, error))
 
-    def _perform(self, actions: list[receiver.Action]) -> None:
+    def _perform(self, actions: list[receiver_actions.Action]) -> None:
         for action in actions:
             match action:
-                case receiver.OpenStream():
+                case receiver_actions.OpenStream():
                     self._open(action)
-                case receiver.BindPages():
+                case receiver_actions.BindPages():
                     self._send_generation(Scheduler.bind, action.generation)
-                case receiver.Pull():
+                case receiver_actions.Pull():
                     self._pull(action)
-                case receiver.CommitKv():
+                case receiver_actions.CommitKv():
                     self._commit(action.generation)
-                case receiver.CloseStream():
+                case receiver_actions.CloseStream():
                     self._close(action.release, CONTROL_NS)
-                case receiver.AskForPeer():
+                case receiver_actions.AskForPeer():
                     self._listener.on_peer_needed(self.record, self, died=action.peer_died)
-                case receiver.Drained():
+                case receiver_actions.Drained():
                     self._send_generation(Scheduler.drained, action.generation)
-                case receiver.TakeOver():
+                case receiver_actions.TakeOver():
                     first = self._first_tokens()
                     self.decode.send(
                         partial(Scheduler.compute_locally, request_id=self._id, first=first)
@@ -261,7 +273,7 @@ class Attempt:
             lambda scheduler: scheduler.commit(self._id, generation, first, self._clock.now_ns)
         )
 
-    def _open(self, opened: receiver.OpenStream) -> None:
+    def _open(self, opened: receiver_actions.OpenStream) -> None:
         prefill = self.prefill
         if prefill is None:
             return
@@ -269,7 +281,9 @@ class Attempt:
         stream = self._streams
         self._clock.after(CONTROL_NS, partial(self._opened, opened, prefill, stream))
 
-    def _opened(self, opened: receiver.OpenStream, prefill: SimulatedWorker, stream: int) -> None:
+    def _opened(
+        self, opened: receiver_actions.OpenStream, prefill: SimulatedWorker, stream: int
+    ) -> None:
         if self.over or stream != self._streams:
             return
         if not prefill.alive:
@@ -291,7 +305,7 @@ class Attempt:
         self._with_prefix(prefill, submit)
         self._later(stream, lambda: self._receiver.accepted(False, self._clock.now_ns))
 
-    def _later(self, stream: int, act: Callable[[], list[receiver.Action]]) -> None:
+    def _later(self, stream: int, act: Callable[[], list[receiver_actions.Action]]) -> None:
         """Deliver a message of the prefill worker to the receiving machine."""
 
         def arrive() -> None:
@@ -380,7 +394,7 @@ class Attempt:
                 verb = Scheduler.cancel if action.cancel else Scheduler.release
                 worker.send(partial(verb, request_id=engine_id))
 
-    def _pull(self, pull: receiver.Pull) -> None:
+    def _pull(self, pull: receiver_actions.Pull) -> None:
         self._pulls_ns = self._pulls_ns or self._clock.now_ns
         progress = _PullProgress(len(pull.kv_slices), self._clock.now_ns)
         for kv_slice in pull.kv_slices:
@@ -394,25 +408,20 @@ class Attempt:
             return
         sending.read_begins()
         payload_bytes = kv_slice.payload_bytes(self._geometry) * self._unit_bytes
-        now_ns = self._clock.now_ns
-        target = self.decode.worker_id
-        end_ns = self._network.send(prefill.worker_id, target, payload_bytes, now_ns + CONTROL_NS)
-        reading = (sending, prefill, self._sender_id)
-        self._clock.at(
-            end_ns, partial(self._arrived, kv_slice, epoch, *reading, payload_bytes, pull)
-        )
+        reading = _Reading(sending, prefill, self._sender_id)
+        arrived = partial(self._arrived, kv_slice, epoch, reading, payload_bytes, pull)
+        self._network.send(prefill.worker_id, self.decode.worker_id, payload_bytes, arrived)
 
     def _arrived(
         self,
         kv_slice: KvSlice,
         epoch: int,
-        sending: HandoffSender,
-        source: SimulatedWorker,
-        engine_id: str,
+        reading: _Reading,
         payload_bytes: float,
         pull: _PullProgress,
     ) -> None:
-        self._give_back(sending.read_ended(), source, engine_id)
+        source = reading.worker
+        self._give_back(reading.sending.read_ended(), source, reading.engine_id)
         pull.frames -= 1
         pull.payload_bytes += payload_bytes
         if not pull.frames:

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +15,8 @@ from rich.text import Text
 
 from baton.engine.emulated_timing import H100_70B, TIMINGS
 from baton.types.slo import Slo as RequestSlo
-from loadtest.commands.options import echo, with_options
+from loadtest.commands.option_groups import with_options
+from loadtest.commands.options import echo
 from loadtest.commands.running import INTERRUPTED, ended_by_signals
 from loadtest.reasons import file_reason
 from loadtest.simulator.network import LINKS
@@ -33,7 +34,8 @@ from loadtest.simulator.report import (
     table_notes,
     turns_table,
 )
-from loadtest.simulator.simulation import Plan, Setup, Simulation
+from loadtest.simulator.setup import Plan, Setup
+from loadtest.simulator.simulation import Simulation
 from loadtest.workloads.days import days
 from loadtest.workloads.shifting import shifting
 from loadtest.workloads.traces import TraceError, TraceRequest, read_trace
@@ -41,25 +43,38 @@ from loadtest.workloads.traces import TraceError, TraceRequest, read_trace
 ALL = "all"
 
 
-_Policy = Annotated[
-    str, typer.Option(help=f"Routing policy: {FLEET}, {', '.join(POLICIES)}, or {ALL}.")
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")]
-_Worker = Annotated[str, typer.Option(help=f"Timing model: {', '.join(TIMINGS)}.")]
-_Link = Annotated[str, typer.Option(help=f"Link between workers: {', '.join(LINKS)}.")]
-_SloTtftS = Annotated[
-    float | None, typer.Option(min=0.001, help="Limit of TTFT for admission (slo.ttft_s).")
-]
-_SloItlS = Annotated[
-    float | None, typer.Option(min=0.0001, help="Limit of ITL for admission (slo.itl_s).")
-]
-_Shift = Annotated[
-    bool, typer.Option("--shift", help="Change lengths and rate every 10 minutes of the trace.")
-]
-_InDays = Annotated[
-    int,
-    typer.Option("--days", min=0, help="Repeat the trace for days whose rate follows a sine."),
-]
+@dataclass(frozen=True, kw_only=True)
+class _Admission:
+    slo_ttft_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Limit of TTFT for admission (slo.ttft_s).")
+    ] = None
+    slo_itl_s: Annotated[
+        float | None, typer.Option(min=0.0001, help="Limit of ITL for admission (slo.itl_s).")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    shift: Annotated[
+        bool, typer.Option("--shift", help="Change lengths and rate every 10 minutes of the trace.")
+    ] = False
+    in_days: Annotated[
+        int,
+        typer.Option("--days", min=0, help="Repeat the trace for days whose rate follows a sine."),
+    ] = 0
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N requests.")] = None
+
+    def requests(self, trace: Path) -> list[TraceRequest]:
+        """Return the requests of the trace that are simulated."""
+        requests = _requests(trace, self.limit, "TRACE")
+        if self.shift:
+            requests = shifting(requests)
+        return days(requests, self.in_days) if self.in_days else requests
+
+
+_ADMITS_ALL = _Admission()
+_WHOLE = _Part()
+_GOOD = SimulationSlo()
 
 
 @ended_by_signals()
@@ -77,17 +92,21 @@ _InDays = Annotated[
 def simulate(
     trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV file.")],
     setup: Setup,
-    policy: _Policy = FLEET,
-    json: _Json = False,
-    worker: _Worker = H100_70B.name,
-    link: _Link = "between-nodes",
-    slo_ttft_s: _SloTtftS = None,
-    slo_itl_s: _SloItlS = None,
-    shift: _Shift = False,
-    in_days: _InDays = 0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N requests.")] = None,
-    ttft_s: Annotated[float, typer.Option(min=0, help="TTFT limit of a good request.")] = 10.0,
-    tpot_s: Annotated[float, typer.Option(min=0, help="TPOT limit of a good request.")] = 0.1,
+    policy: Annotated[
+        str, typer.Option(help=f"Routing policy: {FLEET}, {', '.join(POLICIES)}, or {ALL}.")
+    ] = FLEET,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")
+    ] = False,
+    worker: Annotated[
+        str, typer.Option(help=f"Timing model: {', '.join(TIMINGS)}.")
+    ] = H100_70B.name,
+    link: Annotated[
+        str, typer.Option(help=f"Link between workers: {', '.join(LINKS)}.")
+    ] = "between-nodes",
+    admission: _Admission = _ADMITS_ALL,
+    part: _Part = _WHOLE,
+    good: SimulationSlo = _GOOD,
 ) -> None:
     """Simulate a fleet under a trace: real routing, queues, schedulers, KV transfers; no model.
 
@@ -98,21 +117,16 @@ def simulate(
     _check_word(policy, [FLEET, *POLICIES, ALL], "--policy")
     _check_word(worker, TIMINGS, "--worker")
     _check_word(link, LINKS, "--link")
-    limits = _limits(slo_ttft_s, slo_itl_s, setup)
-    requests = _requests(trace, limit, "TRACE")
-    if shift:
-        requests = shifting(requests)
-    if in_days:
-        requests = days(requests, in_days)
-    slo = SimulationSlo(ttft_s=ttft_s, tpot_s=tpot_s)
+    limits = _limits(admission.slo_ttft_s, admission.slo_itl_s, setup)
+    requests = part.requests(trace)
     results: dict[str, SimulationFigures] = {}
     written: list[bytes] = []
     for name in [*POLICIES, FLEET] if policy == ALL else [policy]:
         fleet = replace(setup, policy=name, slo=limits, timing=TIMINGS[worker], link=LINKS[link])
         simulation, ended = _run(name, fleet, requests)
         if ended:
-            results[name] = figures(simulation, ended, slo)
-            written.append(as_json(simulation, results[name], slo))
+            results[name] = figures(simulation, ended, good)
+            written.append(as_json(simulation, results[name], good))
         if simulation.left_out:
             echo(f"PARTIAL: interrupted, {name} has {len(ended):,} of {len(requests):,} requests")
             break
@@ -123,7 +137,7 @@ def simulate(
         whole = written[0] if len(written) == 1 else b"[" + b",".join(written) + b"]\n"
         typer.echo(whole, nl=False)
         raise typer.Exit(code)
-    _show(results, slo, with_goodput=limits is not None)
+    _show(results, good, with_goodput=limits is not None)
     if simulation.planner is not None:
         Console().print(turns_table(simulation.planner.decisions))
     raise typer.Exit(code)
@@ -170,8 +184,8 @@ def replay(trace: Path, setup: Setup, limit: int | None = None, *, as_json: bool
         if simulation.planner is not None:
             decisions = simulation.planner.decisions
     if as_json:
-        found = {"decisions": decisions, "figures": results}
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        result = {"decisions": decisions, "figures": results}
+        typer.echo(msgspec.json.format(msgspec.json.encode(result), indent=2))
         return
     Console().print(turns_table(decisions))
     Console().print(goodput_table(results))
@@ -201,7 +215,9 @@ def _run(
             simulation.run()
     except KeyboardInterrupt:
         simulation.drop_unfinished()
-    ended = [one for one, record in zip(requests, all_records, strict=True) if record.ended_ns]
+    ended = [
+        request for request, record in zip(requests, all_records, strict=True) if record.ended_ns
+    ]
     sys.stderr.write(
         f"{name}: {len(ended):,} requests, {simulation.clock.now_ns / 1e9:,.0f} s "
         f"simulated in {time.perf_counter() - began_s:.1f} s\n"

@@ -6,7 +6,7 @@ import msgspec
 
 from baton.types.slo import Slo
 from loadtest.simulator.records import Record
-from loadtest.simulator.simulation import Setup
+from loadtest.simulator.setup import Setup
 
 LONG_TOKENS = 32_768
 

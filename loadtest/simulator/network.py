@@ -6,7 +6,10 @@ least squares of relative errors. Half of the points lie within 3 % of the line,
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from loadtest.simulator.clock import VirtualClock
 
 CONTROL_NS = 250_000  # a message without KV; measured: a unary gRPC call takes 250 us here
 
@@ -33,14 +36,14 @@ LINKS = {
 class Network:
     """Network of all workers. A worker sends one message at a time, and receives one.
 
-    Workers are distributed over ``nodes``, with the link ``within`` inside a node; with 0 nodes
+    Workers are distributed over ``nodes``, with NVLink inside a node; with 0 nodes
     each worker has its own.
     """
 
-    def __init__(self, link: Link, nodes: int = 0, within: Link = LINKS["nvlink"]) -> None:
+    def __init__(self, link: Link, clock: VirtualClock, nodes: int = 0) -> None:
+        self.clock = clock
         self.link = link
         self._nodes = nodes
-        self._within = within
         self._sends_until_ns: defaultdict[str, int] = defaultdict(int)
         self._receives_until_ns: defaultdict[str, int] = defaultdict(int)
 
@@ -53,11 +56,14 @@ class Network:
     def seconds(self, source: str, target: str, payload_bytes: float) -> float:
         """Return the time for a message alone."""
         near = self._nodes and self.node(source) == self.node(target)
-        return (self._within if near else self.link).seconds(payload_bytes)
+        return (LINKS["nvlink"] if near else self.link).seconds(payload_bytes)
 
-    def send(self, source: str, target: str, payload_bytes: float, now_ns: int) -> int:
-        """Send a message that is ready now; return its time of arrival."""
+    def send(
+        self, source: str, target: str, payload_bytes: float, arrived: Callable[[], None]
+    ) -> None:
+        """Send a message; call ``arrived`` at its arrival."""
         free_ns = max(self._sends_until_ns[source], self._receives_until_ns[target])
-        end_ns = max(free_ns, now_ns) + round(self.seconds(source, target, payload_bytes) * 1e9)
+        begin_ns = max(free_ns, self.clock.now_ns + CONTROL_NS)
+        end_ns = begin_ns + round(self.seconds(source, target, payload_bytes) * 1e9)
         self._sends_until_ns[source] = self._receives_until_ns[target] = end_ns
-        return end_ns
+        self.clock.at(end_ns, arrived)

@@ -1,14 +1,13 @@
 """The planner in a simulation: the real machine, every two seconds of virtual time."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 import msgspec
 
 from baton.planner.planner import Planner
-from baton.planner.sizes import SizePlanner
 from baton.planner.state import Decision, Resize, RoleChange, WorkerState, state_of
 from baton.registry.types import Role
-from baton.types.slo import Slo
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.router import SimulatedRouter
 from loadtest.simulator.table import SimulatedTable
@@ -24,32 +23,40 @@ class TimedDecision(msgspec.Struct, frozen=True, kw_only=True):
     decision: Decision
 
 
+class PlannedSimulation(Protocol):
+    """Simulation that the planner observes and changes."""
+
+    clock: VirtualClock
+    router: SimulatedRouter
+    wanted: dict[Role, int]
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a request has not ended."""
+
+    def change_role(self, worker_id: str, role: Role) -> None:
+        """Give a worker another role."""
+
+    def resize(self, sizes: Mapping[Role, int]) -> None:
+        """Start workers, or let some leave."""
+
+
 class SimulatedPlanner:
-    """Observes and decides while ``is_busy``; ``decisions`` has every one."""
+    """Observes and decides while the simulation is busy; ``decisions`` has every one."""
 
     def __init__(
         self,
-        slo: Slo,
-        clock: VirtualClock,
+        planner: Planner,
+        simulation: PlannedSimulation,
         table: SimulatedTable,
-        router: SimulatedRouter,
         max_streams: int,
-        turn: Callable[[str, Role], None],
-        sizes: Callable[[], Mapping[Role, int]],
-        resize: Callable[[Mapping[Role, int]], None],
-        is_busy: Callable[[], bool],
-        size_planner: SizePlanner | None = None,
     ) -> None:
         self.decisions: list[TimedDecision] = []
-        self._planner = Planner(slo, size_planner)
-        self._sizes = sizes
-        self._resize = resize
-        self._clock = clock
+        self._planner = planner
+        self._simulation = simulation
+        self._clock = simulation.clock
         self._table = table
-        self._router = router
         self._max_streams = max_streams
-        self._turn = turn
-        self._is_busy = is_busy
 
     def start(self) -> None:
         """Plan from now on."""
@@ -58,20 +65,20 @@ class SimulatedPlanner:
 
     def _observe(self) -> None:
         workers = [self._state(slot) for slot in self._table.usable]
-        demands = {"router": self._router.work.demand()}
+        demands = {"router": self._simulation.router.work.demand()}
         self._planner.observe(demands, workers, self._clock.now_ns)
 
     def _plan(self) -> None:
-        if not self._is_busy():
+        if not self._simulation.is_busy:
             return
         now_ns = self._clock.now_ns
         self._observe()
-        decision = self._planner.decide(now_ns, self._sizes())
+        decision = self._planner.decide(now_ns, self._simulation.wanted)
         self.decisions.append(TimedDecision(at_s=now_ns / 1e9, decision=decision))
         if isinstance(decision, RoleChange):
-            self._turn(decision.worker_id, decision.role)
+            self._simulation.change_role(decision.worker_id, decision.role)
         elif isinstance(decision, Resize):
-            self._resize(decision.sizes)
+            self._simulation.resize(decision.sizes)
         self._clock.after(PLAN_NS, self._plan)
 
     def _state(self, slot: WorkerSlot) -> WorkerState:

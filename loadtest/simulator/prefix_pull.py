@@ -6,12 +6,12 @@ blocks at the source, and one message for all bytes; then the next source that h
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
 from baton.types import events as ev
 from baton.types.params import SamplingParams
-from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.network import CONTROL_NS, Network
 from loadtest.simulator.records import HASH_SEED, Record
 from loadtest.simulator.worker import SimulatedWorker
@@ -22,6 +22,13 @@ _BUDGET_TIMES = 4
 _PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
 
 
+class PrefixSource(NamedTuple):
+    """Worker that has leading blocks of a prompt."""
+
+    worker: SimulatedWorker
+    blocks: int
+
+
 class _Link:
     """Pull of leading blocks from one source; it ends exactly once, also without blocks."""
 
@@ -29,23 +36,21 @@ class _Link:
         self,
         record: Record,
         target: SimulatedWorker,
-        source: SimulatedWorker,
+        source: PrefixSource,
         *,
-        blocks: int,
         block_bytes: float,
-        clock: VirtualClock,
         network: Network,
         on_end: Callable[[], None],
     ) -> None:
         self._record = record
         self._target = target
-        self._source = source
-        self._blocks = blocks
+        self._source = source.worker
+        self._blocks = source.blocks
         self._block_bytes = block_bytes
-        self._clock = clock
+        self._clock = network.clock
         self._network = network
         self._on_end = on_end
-        self._id = f"prefix/{record.id}.{record.attempt}/{source.worker_id}"
+        self._id = f"prefix/{record.id}.{record.attempt}/{self._source.worker_id}"
         self._skip_blocks = 0
         self._generation = 0
         self._began_ns = 0
@@ -115,10 +120,8 @@ class _Link:
 
     def _send(self) -> None:
         self._began_ns = self._clock.now_ns
-        end_ns = self._network.send(
-            self._source.worker_id, self._target.worker_id, self._bytes, self._began_ns + CONTROL_NS
-        )
-        self._clock.at(end_ns, self._arrived)
+        ends = self._source.worker_id, self._target.worker_id
+        self._network.send(*ends, self._bytes, self._arrived)
 
     @property
     def _budget_ns(self) -> int:
@@ -159,39 +162,30 @@ class _Link:
 class SimulatedPull:
     """Pulls of one request, one source after the other.
 
-    ``links`` has the sources and their numbers of leading blocks, in order. ``on_end`` is called at
-    the end of the last pull, also without blocks.
+    ``on_end`` is called at the end of the last pull, also without blocks.
     """
 
     def __init__(
         self,
         record: Record,
         target: SimulatedWorker,
-        links: Sequence[tuple[SimulatedWorker, int]],
+        sources: Sequence[PrefixSource],
         *,
         block_bytes: float,
-        clock: VirtualClock,
         network: Network,
         on_end: Callable[[], None],
     ) -> None:
-        self._left = iter(links)
+        self._left = iter(sources)
         self._target = target
         self._link = partial(
-            _Link,
-            record,
-            target,
-            block_bytes=block_bytes,
-            clock=clock,
-            network=network,
-            on_end=self.begin,
+            _Link, record, target, block_bytes=block_bytes, network=network, on_end=self.begin
         )
         self._on_end = on_end
 
     def begin(self) -> None:
         """Pull from the next source, or end."""
-        link = next(self._left, None)
-        if link is None or not self._target.alive:
+        source = next(self._left, None)
+        if source is None or not self._target.alive:
             self._on_end()
         else:
-            source, blocks = link
-            self._link(source, blocks=blocks).begin()
+            self._link(source).begin()

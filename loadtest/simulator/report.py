@@ -2,14 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from statistics import fmean
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from typer import Option
 
 from baton.planner.state import Figures as PlannerFigures
 from baton.planner.state import Resize, RoleChange
@@ -24,18 +25,21 @@ from loadtest.workloads.traces import TraceRequest
 _Run = TypeVar("_Run")
 
 
-class SimulationSlo(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits that a good request must meet."""
+@dataclass(frozen=True, kw_only=True)
+class SimulationSlo:
+    """Limits that a good request must meet, as options."""
 
-    ttft_s: float = 10.0
-    tpot_s: float = 0.1
+    ttft_s: Annotated[float, Option(min=0, help="TTFT limit of a good request.")] = 10.0
+    tpot_s: Annotated[float, Option(min=0, help="TPOT limit of a good request.")] = 0.1
 
 
 def _seconds(values_ns: Sequence[float]) -> Distribution:
-    found = Distribution.of(np.asarray(values_ns, dtype=np.float64) / 1e9)
-    if found is None:
+    distribution = Distribution.of(np.asarray(values_ns, dtype=np.float64) / 1e9)
+    if distribution is None:
         return Distribution(count=0, mean=0.0, p50=0.0, p90=0.0, p95=0.0, p99=0.0, max=0.0)
-    rounded = {name: round(value, 6) for name, value in msgspec.structs.asdict(found).items()}
+    rounded = {
+        name: round(value, 6) for name, value in msgspec.structs.asdict(distribution).items()
+    }
     return Distribution(**rounded)
 
 
@@ -84,12 +88,12 @@ class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
 def bound_share(trace: Sequence[TraceRequest]) -> float:
     """Return the share of blocks that an earlier prompt has; 0 for a trace without hashes."""
     seen: set[int] = set()
-    total = found = 0
+    total = repeated = 0
     for request in trace:
         total += len(request.block_hashes)
-        found += sum(block in seen for block in request.block_hashes)
+        repeated += sum(block in seen for block in request.block_hashes)
         seen.update(request.block_hashes)
-    return found / total if total else 0.0
+    return repeated / total if total else 0.0
 
 
 def figures(
@@ -111,14 +115,14 @@ def figures(
     ]
     duration_s = simulation.clock.now_ns / 1e9
     blocks = sum(record.blocks for record in records)
-    found = sum(record.cached_tokens // setup.block_tokens for record in records)
+    cached_blocks = sum(record.cached_tokens // setup.block_tokens for record in records)
     lives = simulation.lives
     return SimulationFigures(
         requests=len(records),
         answered=len(answered),
         errors=dict(sorted(Counter(r.error for r in records if r.error).items())),
         duration_s=round(duration_s, 3),
-        hit_share=round(found / blocks, 6),
+        hit_share=round(cached_blocks / blocks, 6),
         pulled_share=round(sum(record.pulled_blocks for record in records) / blocks, 6)
         if blocks
         else 0.0,
@@ -265,24 +269,26 @@ def legend(notes: Mapping[str, str]) -> str:
 
 def goodput_table(results: dict[str, SimulationFigures]) -> Table:
     """Return a table with one column per run of a fleet that has limits of latency."""
-    found = {name: one.goodput for name, one in results.items() if one.goodput is not None}
-    rows: dict[str, Callable[[Goodput], str]] = {
-        "good/s": lambda one: f"{one.good_per_s:.2f}",
-        "good": lambda one: percent(one.good_share),
-        "refused": lambda one: percent(one.refused_share),
-        "good of admitted": lambda one: percent(one.good_of_admitted_share),
-        "long": lambda one: (
-            "" if one.long_admitted_ratio is None else f"{one.long_admitted_ratio:.2f}"
-        ),
-        "wasted": lambda one: percent(one.wasted_share),
-        "turns": lambda one: str(one.turns),
-        "good/worker h": lambda one: f"{one.good_per_worker_hour:.0f}",
-        "2nd try": lambda one: (
-            "" if one.second_try_share is None else percent(one.second_try_share)
-        ),
-        "tries": lambda one: f"{one.mean_tries:.2f}",
+    goodputs = {
+        name: result.goodput for name, result in results.items() if result.goodput is not None
     }
-    return _by_run("goodput, simulated", found, rows)
+    rows: dict[str, Callable[[Goodput], str]] = {
+        "good/s": lambda result: f"{result.good_per_s:.2f}",
+        "good": lambda result: percent(result.good_share),
+        "refused": lambda result: percent(result.refused_share),
+        "good of admitted": lambda result: percent(result.good_of_admitted_share),
+        "long": lambda result: (
+            "" if result.long_admitted_ratio is None else f"{result.long_admitted_ratio:.2f}"
+        ),
+        "wasted": lambda result: percent(result.wasted_share),
+        "turns": lambda result: str(result.turns),
+        "good/worker h": lambda result: f"{result.good_per_worker_hour:.0f}",
+        "2nd try": lambda result: (
+            "" if result.second_try_share is None else percent(result.second_try_share)
+        ),
+        "tries": lambda result: f"{result.mean_tries:.2f}",
+    }
+    return _by_run("goodput, simulated", goodputs, rows)
 
 
 def _by_run(
@@ -292,7 +298,7 @@ def _by_run(
     for name in runs:
         shown.add_column(name.replace("-", "-\n"), justify="right")
     for name, cell in rows.items():
-        shown.add_row(name, *(cell(one) for one in runs.values()))
+        shown.add_row(name, *(cell(run) for run in runs.values()))
     return shown
 
 
@@ -303,25 +309,25 @@ def turns_table(decisions: Sequence[TimedDecision]) -> Table:
         shown.add_column(column, justify="right" if column == "at" else "left")
     for decided in decisions:
         decision = decided.decision
-        found = decision.figures
-        before = "" if found is None else f"{found.prefill} + {found.decode}"
-        if isinstance(decision, RoleChange) and found is not None:
+        planned = decision.figures
+        before = "" if planned is None else f"{planned.prefill} + {planned.decode}"
+        if isinstance(decision, RoleChange) and planned is not None:
             more = 1 if decision.role == "prefill" else -1
-            after = f"{found.prefill + more} + {found.decode - more}"
+            after = f"{planned.prefill + more} + {planned.decode - more}"
         elif isinstance(decision, Resize):
             after = f"{decision.prefill} + {decision.decode}"
         else:
             continue
-        shown.add_row(f"{decided.at_s:.0f} s", before, after, decision.reason, _described(found))
+        shown.add_row(f"{decided.at_s:.0f} s", before, after, decision.reason, _described(planned))
     return shown
 
 
-def _described(found: PlannerFigures | None) -> str:
+def _described(planned: PlannerFigures | None) -> str:
     """Return the figures of a decision."""
-    if found is None:
+    if planned is None:
         return ""
     return (
-        f"{found.requests_per_s:.2f} requests/s, {found.prompt_s:.2f} s each to compute, "
-        f"{found.output_tokens:.0f} tokens each; prompts wait {found.prefill_wait_s:.1f} s, "
-        f"streams fill {found.decode_now:.2f} workers"
+        f"{planned.requests_per_s:.2f} requests/s, {planned.prompt_s:.2f} s each to compute, "
+        f"{planned.output_tokens:.0f} tokens each; prompts wait {planned.prefill_wait_s:.1f} s, "
+        f"streams fill {planned.decode_now:.2f} workers"
     )

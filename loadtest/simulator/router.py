@@ -6,72 +6,53 @@ same machines and policies: ``Admission``, ``Tickets``, ``Placer``, ``LoadBook``
 """
 
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from batonpb.common_pb2 import WorkerStatus
 
-from baton.registry.types import TIERS, EventBatch, Role, tier_incarnation
+from baton.registry.types import Role
 from baton.types import events as ev
 from baton.types.errors import BatonError, QueueFullError, SloUnreachableError, UnavailableError
 from baton.types.geometry import context_tokens
 from baton.types.slo import Slo
-from loadtest.simulator.attempt import Attempt
-from loadtest.simulator.clock import VirtualClock
+from loadtest.simulator.attempt import Attempt, AttemptWorkers
+from loadtest.simulator.index_feed import IndexFeed
 from loadtest.simulator.network import CONTROL_NS, Network
-from loadtest.simulator.policies import Policy
+from loadtest.simulator.policies import POLICIES
+from loadtest.simulator.policy_placement import Chosen, PolicyPlacement
+from loadtest.simulator.prefix_pull import PrefixSource
 from loadtest.simulator.records import Record
+from loadtest.simulator.setup import Setup
 from loadtest.simulator.table import SimulatedTable
 from loadtest.simulator.worker import SimulatedWorker, WorkerListener
 from router.request import GenerationRequest
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
-from router.routing.admission.slo_gate import SloDecision, SloGate
+from router.routing.admission.slo_gate import GateRequest, SloDecision, SloGate
 from router.routing.peers.work_counter import WorkCounter
-from router.routing.placement.booked_load import LoadBook
-from router.routing.placement.cost import WorkerLoad
+from router.routing.placement.booked_load import Booking
 from router.routing.placement.placer import Placer, Quote
 from router.routing.placement.prefix_index import PrefixIndex
-from router.routing.placement.prefix_sources import Source
-from router.routing.placement.worker_load import Reports, load_of, loads_of
+from router.routing.placement.worker_load import LoadReader
 from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
 from router.routing.requests.tickets import Tickets
 from router.routing.workers.slot import WorkerSlot
-from router.settings import RouterSettings
 
 _LATE_NS = 100_000_000  # between two questions for the lane of late requests
 _REGRET_PERIOD = 16  # requests: reading all queues is slow
 _RETURN_S = 1.0  # after ``Retry-After``, within which a client comes again
 
 
-class _Chosen(NamedTuple):
-    prefill_id: str | None
-    decode_id: str
-    uncached_tokens: int
-    prefix: Sequence[Source] = ()
-
-
 class SimulatedRouter(WorkerListener):
     """Router of a simulation; without a policy it uses the fleet's own placement."""
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        table: SimulatedTable,
-        clock: VirtualClock,
-        network: Network,
-        policy: Policy | None,
-        *,
-        block_tokens: int,
-        kv_bytes_per_token: int,
-        seed: int,
-        tries: int = 1,
-    ) -> None:
-        self._tries = tries
-        self._returns = random.Random(f"{seed}/returns")
+    def __init__(self, setup: Setup, table: SimulatedTable, network: Network) -> None:
+        clock = network.clock
+        settings = setup.router()
+        self._tries = setup.tries
+        self._returns = random.Random(f"{setup.seed}/returns")
         self.records: dict[str, Record] = {}
         self.deaths = 0
         self.ended = 0
@@ -79,11 +60,9 @@ class SimulatedRouter(WorkerListener):
         self._settings = settings
         self._table = table
         self._clock = clock
-        self._policy = policy
-        self._draw = random.Random(f"{seed}/router")
-        self._index = PrefixIndex()
-        self._book = LoadBook()
-        self._reports = Reports()
+        draw = random.Random(f"{setup.seed}/router")
+        index = PrefixIndex()
+        self._feed = IndexFeed(index)
         self._admission = Admission(settings.max_queued_requests)
         self._tickets = Tickets(mark=0)
         self._gate = SloGate(settings.window_requests, settings.max_queued_requests)
@@ -92,22 +71,22 @@ class SimulatedRouter(WorkerListener):
         self._placer = Placer(
             settings,
             table,
-            self._index,
-            self._book,
+            index,
             clock_ns=lambda: clock.now_ns,
-            random_source=self._draw,
+            random_source=draw,
             hashes_of=self._hashes_of,
         )
+        self._book = self._placer.book
+        policy = POLICIES.get(setup.policy)
+        self._policy = policy and PolicyPlacement(policy, index, self._book, draw)
         self._attempt_of = partial(
             Attempt,
-            block_tokens=block_tokens,
-            kv_bytes_per_token=kv_bytes_per_token,
-            clock=clock,
+            block_tokens=setup.block_tokens,
+            kv_bytes_per_token=setup.timing.kv_bytes_per_token,
             network=network,
             listener=self,
         )
         self._attempts: dict[str, Attempt] = {}
-        self._sequences: defaultdict[bytes, int] = defaultdict(int)
         self._placed = 0
 
     def _hashes_of(self, request: GenerationRequest, slots: Sequence[WorkerSlot]) -> list[bytes]:
@@ -180,15 +159,9 @@ class SimulatedRouter(WorkerListener):
         answer_tokens = self._placer.answer_tokens
         prediction = self._gate.predict(chosen, record.prompt_tokens, answer_tokens)
         workers = self._computing
-        verdict = self._gate.judge(
-            record.id,
-            prediction,
-            slo,
-            waited_s=(now_ns - record.request.arrived_ns) / 1e9,
-            workers=workers,
-            now_ns=now_ns,
-            caller=record.id,
-        )
+        waited_s = (now_ns - record.request.arrived_ns) / 1e9
+        asked = GateRequest(record.id, slo, waited_s, caller=record.id)
+        verdict = self._gate.judge(asked, prediction, workers=workers, now_ns=now_ns)
         if verdict is SloDecision.PLACE:
             if self._late.pop(record.id, None) is not None:
                 self._admission.resume(entry)
@@ -252,60 +225,34 @@ class SimulatedRouter(WorkerListener):
         prefill_id = chosen.prefill_id
         worker_of = self._table.worker
         prefill = worker_of(prefill_id) if prefill_id is not None else None
-        prefix = [(worker_of(source.worker_id), source.blocks) for source in chosen.prefix]
-        attempt = self._attempt_of(record, worker_of(chosen.decode_id), prefill, prefix)
+        prefix = [
+            PrefixSource(worker_of(source.worker_id), source.blocks) for source in chosen.prefix
+        ]
+        workers = AttemptWorkers(worker_of(chosen.decode_id), prefill, prefix)
+        attempt = self._attempt_of(record, workers)
         self._attempts[record.id] = attempt
         self._clock.after(CONTROL_NS, attempt.start)
         return chosen.uncached_tokens
 
-    def _choose(self, record: Record, avoid: bytes, quote: Quote | None = None) -> _Chosen:
+    def _choose(self, record: Record, avoid: bytes, quote: Quote | None = None) -> Chosen:
         number = self._placed
         self._placed += 1
         if self._policy is None:
             placement = self._placer.place(record.request, avoid, quote)
             terms = placement.chosen.terms
             record.predicted_first_s = terms.first_token_s
-            chosen = _Chosen(
+            chosen = Chosen(
                 placement.prefill_id,
                 placement.decode_id,
                 placement.chosen.uncached_tokens,
                 placement.prefix,
             )
         else:
-            chosen = self._choose_by(self._policy, record, avoid, number)
+            slots = self._placer.eligible(record.request, avoid)
+            chosen = self._policy.place(record, slots, number, self._clock.now_ns)
         if number % _REGRET_PERIOD == 0:
             record.regret_s = self._regret_s(record, chosen.prefill_id or chosen.decode_id)
         return chosen
-
-    def _choose_by(self, policy: Policy, record: Record, avoid: bytes, number: int) -> _Chosen:
-        now_ns = self._clock.now_ns
-        slots = self._placer.eligible(record.request, avoid)
-        loads = loads_of(
-            slots, record.hashes, self._index, self._book, now_ns, reports=self._reports
-        )
-        decodes = [load for load in loads if load.role == "decode"]
-        prefills = [load for load in loads if load.role == "prefill"]
-        if not decodes or (record.request.mode == "disaggregated" and not prefills):
-            raise UnavailableError("no worker is ready")
-        computes = policy(prefills or decodes, record.prompt_tokens, number, self._draw)
-        cached_tokens = min(
-            computes.cached_blocks * computes.block_tokens, record.prompt_tokens - 1
-        )
-        uncached_tokens = record.prompt_tokens - cached_tokens
-        decode = self._fewest_streams(decodes) if prefills else computes
-        book = partial(self._book.book, request_id=record.id, now_ns=now_ns)
-        context = context_tokens(cached_tokens, record.prompt_tokens)
-        streams = 0 if prefills else 1
-        book(computes.worker_id, tokens=uncached_tokens, context=context, streams=streams)
-        if prefills:
-            book(decode.worker_id, tokens=0, streams=1)
-        for incarnation in {computes.incarnation, decode.incarnation}:
-            self._index.expect(incarnation, record.hashes, now_ns)
-        prefill_id = computes.worker_id if prefills else None
-        return _Chosen(prefill_id, decode.worker_id, uncached_tokens)
-
-    def _fewest_streams(self, decodes: Sequence[WorkerLoad]) -> WorkerLoad:
-        return min(decodes, key=lambda load: (load.streams, self._draw.random()))
 
     def _regret_s(self, record: Record, chosen_id: str) -> float:
         """Return the time that the best worker would save for this prompt, by the true queues."""
@@ -390,7 +337,7 @@ class SimulatedRouter(WorkerListener):
 
     def uses(self, worker: SimulatedWorker) -> bool:
         """Return whether a request runs at a worker, or is handed over by it."""
-        return any(worker in (one.prefill, one.decode) for one in self._attempts.values())
+        return any(worker in (run.prefill, run.decode) for run in self._attempts.values())
 
     def on_left(self, worker: SimulatedWorker) -> None:
         """Forget a worker that has left, and its cache."""
@@ -398,9 +345,7 @@ class SimulatedRouter(WorkerListener):
         self._forget(worker)
 
     def _forget(self, worker: SimulatedWorker) -> None:
-        self._index.forget(worker.incarnation)
-        for tier in TIERS:
-            self._index.forget(tier_incarnation(worker.incarnation, tier))
+        self._feed.forget(worker.incarnation)
         self._book.forget(worker.worker_id)
 
     def _place_waiting(self) -> None:
@@ -418,22 +363,7 @@ class SimulatedRouter(WorkerListener):
 
     def on_cache_changed(self, worker: SimulatedWorker, change: ev.CacheChanged) -> None:
         """Apply cache changes of a worker to the prefix index."""
-        self._apply(worker.incarnation, change.stored, change.removed)
-        for below in change.tiers:
-            name = tier_incarnation(worker.incarnation, below.tier)
-            self._apply(name, below.stored, below.removed)
-
-    def _apply(
-        self, incarnation: bytes, stored: tuple[bytes, ...], removed: tuple[bytes, ...]
-    ) -> None:
-        if stored or removed:
-            self._sequences[incarnation] += 1
-            sequence = self._sequences[incarnation]
-            self._index.apply(
-                EventBatch(
-                    incarnation=incarnation, sequence=sequence, stored=stored, removed=removed
-                )
-            )
+        self._feed.apply(worker.incarnation, change)
 
     def on_dead(self, worker: SimulatedWorker) -> None:
         """Process the death of a worker: its requests are placed again, or end."""
@@ -491,18 +421,15 @@ class SimulatedRouter(WorkerListener):
         if not fit or attempt is None:
             record.wants_prefill = attempt is not None
             return
-        best = min(fit, key=lambda slot: load_of(slot, 0, self._book).queued_tokens)
+        best = min(fit, key=lambda slot: LoadReader(self._book).of(slot, 0).queued_tokens)
         record.wants_prefill = False
         record.started_ns = 0
         self._book.take_back(record.prefill_id, record.id)
         record.prefill_id = best.worker_id
-        self._book.book(
-            best.worker_id,
-            record.id,
-            tokens=record.prompt_tokens,
-            context=context_tokens(0, record.prompt_tokens),
-            streams=0,
-            now_ns=self._clock.now_ns,
-        )
+        tokens = record.prompt_tokens
+        context = context_tokens(0, tokens)
+        now_ns = self._clock.now_ns
+        booking = Booking(tokens=tokens, context=context, streams=0, at_ns=now_ns)
+        self._book.book(best.worker_id, record.id, booking)
         worker = self._table.worker(best.worker_id)
         self._clock.after(CONTROL_NS, partial(attempt.replace_prefill, worker))

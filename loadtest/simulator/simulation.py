@@ -2,99 +2,29 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import blake2b
-from typing import Annotated, Literal
 
-from typer import Option
-
-from baton.engine.core.scheduler import SchedulerConfig
-from baton.engine.emulated_timing import H100_70B, WorkerTiming
+from baton.planner.planner import Planner
 from baton.planner.sizes import SizePlanner
 from baton.registry.types import Role
-from baton.types.geometry import KvGeometry
 from baton.types.params import SamplingParams
 from baton.types.slo import Slo
 from loadtest.simulator.attempt import DETECT_NS
 from loadtest.simulator.clock import VirtualClock
-from loadtest.simulator.network import LINKS, Link, Network
+from loadtest.simulator.network import Network
 from loadtest.simulator.planning import SimulatedPlanner
 from loadtest.simulator.policies import FLEET, POLICIES
 from loadtest.simulator.records import Record
 from loadtest.simulator.router import SimulatedRouter
+from loadtest.simulator.setup import Setup
 from loadtest.simulator.table import SimulatedTable, capabilities
-from loadtest.simulator.worker import LAYER_GROUPS, SimulatedWorker
-from loadtest.workloads.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
-from router.request import GenerationRequest, Mode
-from router.settings import RouterSettings
+from loadtest.simulator.worker import SimulatedWorker
+from loadtest.workloads.traces import TraceRequest
+from router.request import GenerationRequest
 
 TURN_NS = 600_000_000  # until routers place by another role; measured on a real fleet
-Plan = Literal["fixed", "auto"]
 ANSWER_LIMIT_TOKENS = 4096  # max_tokens of requests: the router does not know the real length
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """Parameters of a simulation. The annotated ones are options of ``baton simulate``."""
-
-    prefill_workers: Annotated[
-        int, Option("--prefill", min=0, help="Number of prefill workers; 0 for a colocated fleet.")
-    ] = 8
-    decode_workers: Annotated[int, Option("--decode", min=1, help="Number of decode workers.")] = 8
-    policy: str = FLEET  # routing policy: ``fleet``, or one of ``POLICIES``
-    mode: Annotated[Mode, Option(help="Mode of the requests.")] = "disaggregated"
-    timing: WorkerTiming = H100_70B
-    link: Link = LINKS["between-nodes"]  # link between two nodes
-    nodes: Annotated[
-        int, Option(min=0, help="Nodes with NVLink inside; 0 for one node per worker.")
-    ] = 0
-    prefill_kv_tokens: Annotated[int, Option(min=1024, help="Pool size of a prefill worker.")] = (
-        3_100_160
-    )
-    decode_kv_tokens: Annotated[int, Option(min=1024, help="Pool size of a decode worker.")] = (
-        1_048_576
-    )
-    memory_kv_tokens: Annotated[
-        int, Option(min=0, help="Memory tier of each prefill worker; 0 for none.")
-    ] = 0
-    memory_bytes_per_s: float = 20e9  # between tier and pool: a PCIe 4 x16 slot
-    block_tokens: int = MOONCAKE_BLOCK_TOKENS  # of all pools, as in the trace's hashes
-    max_batch_requests: Annotated[
-        int, Option("--batch", min=1, help="Sequences that a worker runs at once.")
-    ] = 64
-    max_step_tokens: int = 8192
-    max_queued_requests: int = 256
-    pull_prefixes: Annotated[
-        bool, Option("--pull/--no-pull", help="Let workers pull prefixes from each other.")
-    ] = True
-    spread_s: Annotated[
-        float, Option(min=0, help="Seconds from its tick on over which an arrival is drawn.")
-    ] = 3.0  # Mooncake's ticks are 3 s apart
-    plan: Annotated[
-        Plan, Option(help="Roles of workers: fixed, or changed by the planner (auto).")
-    ] = "fixed"
-    min_workers: Annotated[
-        int, Option(min=2, help="Least number of workers with --plan auto and --max-workers.")
-    ] = 2
-    max_workers: Annotated[
-        int, Option(min=0, help="Largest number of workers; 0: the planner changes only roles.")
-    ] = 0
-    start_s: Annotated[float, Option(min=0, help="Seconds until an added worker is ready.")] = 30.0
-    slo: Slo | None = None  # limits by which the router admits requests; None: it admits all
-    tries: Annotated[
-        int,
-        Option(min=1, help="Number of tries of a client, which comes again after Retry-After."),
-    ] = 1
-    speed: Annotated[float, Option(min=0.001, help="Divisor of the gaps between arrivals.")] = 1.0
-    mtbf_s: Annotated[
-        float, Option(min=0, help="Mean seconds until a worker dies; 0 for never.")
-    ] = 0.0
-    repair_s: Annotated[float, Option(min=0, help="Seconds until a dead worker is replaced.")] = (
-        30.0
-    )
-    seed: Annotated[int, Option(help="Random seed.")] = 0
-    check_every_step: bool = False  # recount all blocks after each step (tests)
 
 
 class Simulation:
@@ -108,27 +38,10 @@ class Simulation:
             raise ValueError(f"policy {setup.policy!r} is unknown; use one of {names}")
         self.setup = setup
         self.clock = VirtualClock()
-        timing = setup.timing
-        self._table = SimulatedTable(capabilities(setup.block_tokens, timing.kv_bytes_per_token))
-        settings = RouterSettings(
-            model="simulated",
-            model_names=("simulated",),
-            max_queued_requests=setup.max_queued_requests,
-            window_requests=setup.max_batch_requests,
-            pull_prefixes=setup.pull_prefixes,
-        )
-        self._network = Network(setup.link, setup.nodes)
-        self.router = SimulatedRouter(
-            settings,
-            self._table,
-            self.clock,
-            self._network,
-            POLICIES.get(setup.policy),
-            block_tokens=setup.block_tokens,
-            kv_bytes_per_token=timing.kv_bytes_per_token,
-            seed=setup.seed,
-            tries=setup.tries,
-        )
+        kv_bytes_per_token = setup.timing.kv_bytes_per_token
+        self._table = SimulatedTable(capabilities(setup.block_tokens, kv_bytes_per_token))
+        self._network = Network(setup.link, self.clock, setup.nodes)
+        self.router = SimulatedRouter(setup, self._table, self._network)
         self.lives: list[SimulatedWorker] = []
         self.turns = 0
         roles: list[Role] = ["prefill"] * setup.prefill_workers
@@ -172,18 +85,13 @@ class Simulation:
         if not setup.prefill_workers or setup.decode_workers < 1:
             raise ValueError("the planner needs a worker of each role")
         self._check_pools()
-        return SimulatedPlanner(
-            setup.slo,
-            self.clock,
-            self._table,
-            self.router,
-            setup.max_batch_requests,
-            self.change_role,
-            lambda: self.wanted,
-            self.resize,
-            lambda: self.router.ended < len(self.records),
-            self._size_planner(setup.slo),
-        )
+        planner = Planner(setup.slo, self._size_planner(setup.slo))
+        return SimulatedPlanner(planner, self, self._table, setup.max_batch_requests)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a request has not ended."""
+        return self.router.ended < len(self.records)
 
     def _size_planner(self, slo: Slo) -> SizePlanner | None:
         setup = self.setup
@@ -278,32 +186,13 @@ class Simulation:
     def _start(self, worker_id: str, epoch: int, draw: random.Random) -> None:
         setup = self.setup
         role = self.roles[worker_id]
-        prefill = role == "prefill"
-        kv_tokens = setup.prefill_kv_tokens if prefill else setup.decode_kv_tokens
         worker = SimulatedWorker(
             worker_id,
             epoch,
+            setup.worker(prefill=role == "prefill"),
             clock=self.clock,
-            timing=setup.timing,
-            geometry=KvGeometry(
-                num_layers=LAYER_GROUPS,
-                num_kv_heads=1,
-                head_dim=1,
-                num_blocks=kv_tokens // setup.block_tokens,
-                dtype="bf16",
-                block_tokens=setup.block_tokens,
-            ),
-            config=SchedulerConfig(setup.max_batch_requests, setup.max_step_tokens),
             listener=self.router,
-            memory_blocks=setup.memory_kv_tokens // setup.block_tokens if prefill else 0,
-            copy_ns=round(
-                setup.block_tokens
-                * setup.timing.kv_bytes_per_token
-                / setup.memory_bytes_per_s
-                * 1e9
-            ),
             host=self._network.node(worker_id),
-            check_every_step=setup.check_every_step,
         )
         self.lives.append(worker)
         self.router.on_live(worker, role)

@@ -9,6 +9,7 @@ from batonpb.decode_pb2 import Hello, Submission, WorkerFrame
 from baton.registry.types import Role, WorkerRecord
 from baton.wire.compatibility import own_wire
 from loadtest.simulator.worker import SimulatedWorker
+from router.process_core import ProcessCore
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.slot import WorkerSlot
 
@@ -77,7 +78,7 @@ class SimulatedTable:
         if slot is None:
             record = WorkerRecord(worker_id=worker.worker_id, role=role, state="ready", epoch=1)
             slot = self._slots[worker.worker_id] = WorkerSlot(record)
-        link = WorkerLink(worker.worker_id, "", NoListener(), Hello())
+        link = WorkerLink(worker.worker_id, "", NoListener(), Hello(), ProcessCore())
         link.capabilities = self._advertised
         link.status = worker.status()
         link.incarnation = worker.incarnation

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 
-from batonpb.common_pb2 import BlockCounts, KvTier, WorkerIdentity, WorkerStatus
 from batonpb.common_pb2 import EdgeRate as EdgeRateMessage
+from batonpb.common_pb2 import WorkerIdentity, WorkerStatus
 
 from baton.engine.core.core import EngineCore, Publication
 from baton.engine.core.model_runner import GrammarStore, RunnerCapabilities
@@ -28,6 +28,7 @@ from baton.types import events as ev
 from baton.types.errors import BatonError
 from baton.types.geometry import KvGeometry
 from baton.types.params import SampledToken
+from baton.wire.worker_status import engine_status
 from kvtransfer.edge import EdgeRate
 from loadtest.simulator.clock import VirtualClock
 
@@ -90,6 +91,22 @@ class _Steps:
         return low
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerModel:
+    """Step times, pool and limits of a simulated worker.
+
+    ``memory_blocks`` are those of a memory tier below the pool; copying a block between the two
+    takes ``copy_ns``, one at a time. ``check_every_step`` recounts all blocks (tests).
+    """
+
+    timing: WorkerTiming
+    geometry: KvGeometry
+    config: SchedulerConfig
+    memory_blocks: int = 0
+    copy_ns: int = 0
+    check_every_step: bool = False
+
+
 class WorkerListener:
     """Interface of the router for reports of workers."""
 
@@ -101,42 +118,33 @@ class WorkerListener:
 
 
 class SimulatedWorker:
-    """Simulated worker, from its start to its death.
-
-    ``memory_blocks`` are those of a memory tier below the pool; copying a block between the two
-    takes ``copy_ns``, one at a time. ``check_every_step`` recounts all blocks (tests).
-    """
+    """Simulated worker, from its start to its death."""
 
     def __init__(
         self,
         worker_id: str,
         epoch: int,
+        model: WorkerModel,
         *,
         clock: VirtualClock,
-        timing: WorkerTiming,
-        geometry: KvGeometry,
-        config: SchedulerConfig,
         listener: WorkerListener,
-        memory_blocks: int = 0,
-        copy_ns: int = 0,
         host: str = "",
-        check_every_step: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self.incarnation = blake2b(f"{worker_id}/{epoch}".encode(), digest_size=16).digest()
         self.alive = True
         self._identity = WorkerIdentity(host=host)
         self.core = EngineCore(
-            TimedRunner(geometry),
-            config,
+            TimedRunner(model.geometry),
+            model.config,
             1,
-            tiers=[TierPlaces(TIERS[0], memory_blocks)] if memory_blocks else (),
-            check_every_step=check_every_step,
+            tiers=[TierPlaces(TIERS[0], model.memory_blocks)] if model.memory_blocks else (),
+            check_every_step=model.check_every_step,
         )
         self.run_began_ns = 0  # arrival of the first token in the current ``Tokens``
         self.busy_ns = 0
         self._clock = clock
-        self._timing = timing
+        self._timing = model.timing
         self._listener = listener
         self._rates = StepRates()
         self._load = ev.StepDone(blocks=self.core.pool.counts())
@@ -150,7 +158,7 @@ class SimulatedWorker:
         self._status_due = False
         self._number = 0  # number of the steps in progress: a rescheduled end is void
         self._changes: list[ev.CacheChanged] = []
-        self._copy_ns = copy_ns
+        self._copy_ns = model.copy_ns
         self._copier_free_ns = 0
         self._saved: list[Copied] = []  # reported before the next step
 
@@ -269,7 +277,9 @@ class SimulatedWorker:
 
     def _publish(self, steps: _Steps, done: int) -> None:
         if self.alive:
-            due = [one.on_layers_done(done, LAYER_GROUPS) for one in steps.publications]
+            due = [
+                publication.on_layers_done(done, LAYER_GROUPS) for publication in steps.publications
+            ]
             self._deliver([published for published in due if published is not None])
 
     def _end(self, number: int) -> None:
@@ -342,7 +352,7 @@ class SimulatedWorker:
         total_s = 0.0
         if steps is not None and not self.core.batch.count_decodes():
             total_s = (steps.began_ns - self._clock.now_ns) / 1e9  # part of the step already done
-        for item in [*self.core.batch.running, *self.core.batch.queue]:
+        for item in [*self.core.batch.running, *self.core.batch.queue.items]:
             if not isinstance(item, TokenSequence) or item.decodes:
                 continue
             done = item.computed or len(pool.match(item.block_hashes)) * pool.block_tokens
@@ -352,44 +362,9 @@ class SimulatedWorker:
 
     def status(self) -> WorkerStatus:
         """Return the status as the Decode service reports it."""
-        load = self._load
-        blocks = self._load.blocks
-        fit = self._rates.prompt_fit
-        decode_fit = self._rates.decode_fit
-        return WorkerStatus(
-            identity=self._identity,
-            state="ready",
-            kv_blocks=BlockCounts(
-                total=blocks.total,
-                free=blocks.free,
-                cached=blocks.cached,
-                leased=blocks.in_use,
-                quarantined=blocks.quarantined,
-            ),
-            kv_tiers=[
-                KvTier(
-                    name=tier.name,
-                    blocks=tier.places,
-                    held_blocks=tier.held,
-                    block_s=tier.block_ns / 1e9,
-                )
-                for tier in load.tiers
-            ],
-            running=load.running,
-            waiting=load.waiting,
-            answering=load.answering,
-            load_age_ns=self._clock.now_ns - self._load_ns if self._steps else 0,
-            queued_prompt_tokens=load.queued_prompt_tokens,
-            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
-            prefill_token_s=fit.token_s,
-            prefill_context_s=fit.context_s,
-            queued_prompt_context=load.queued_prompt_context,
-            decode_step_s=self._rates.decode_step_s,
-            decode_base_s=decode_fit.step_s,
-            decode_row_s=decode_fit.row_s,
-            decode_context_s=decode_fit.context_s,
-            answering_context=load.answering_context,
-            coming_context=load.coming_context,
-            steps=load.step,
-            edges=self._edge_messages.values(),
-        )
+        status = engine_status(self._load, self._rates)
+        status.identity.CopyFrom(self._identity)
+        status.state = "ready"
+        status.load_age_ns = self._clock.now_ns - self._load_ns if self._steps else 0
+        status.edges.extend(self._edge_messages.values())
+        return status

@@ -60,12 +60,12 @@ def recorded_plan(path: Path, *, limit: int | None = None, speed: float = 1.0) -
 
 def _read(path: Path, number: int, line: bytes) -> _Line:
     try:
-        found = msgspec.json.decode(line, type=_Line)
+        entry = msgspec.json.decode(line, type=_Line)
     except msgspec.DecodeError as error:
         raise TraceError(f"{path}:{number}: {error}") from error
-    if not found.body.keys() & {"messages", "prompt"}:
+    if not entry.body.keys() & {"messages", "prompt"}:
         raise TraceError(f"{path}:{number}: the body has neither messages nor a prompt")
-    return found
+    return entry
 
 
 def _turn(index: int, line: _Line) -> Turn:

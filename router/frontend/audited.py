@@ -1,56 +1,50 @@
 """Entries of the audit log about calls."""
 
+import contextlib
+import ipaddress
 from time import monotonic_ns
-from typing import Protocol
 
 from fastapi import Request
 
-from baton.tenants.audit.log import AuditLog
-from baton.tenants.audit.refused_logins import RefusedLogins
-from router.frontend.access import who_of
-from router.settings import RouterSettings
-
-
-class _Parts(Protocol):
-    """Parts of a router that this file uses."""
-
-    @property
-    def settings(self) -> RouterSettings: ...
-    @property
-    def audit(self) -> AuditLog | None: ...
-    @property
-    def refused_logins(self) -> RefusedLogins: ...
+from baton.tenants.audit.file import entry
+from router.process import Process
 
 
 async def audited(
-    router: _Parts,
+    router: Process,
     request: Request,
     verb: str,
     what: str = "",
     *,
     before: object = None,
     after: object = None,
-    wait: bool = True,
 ) -> None:
-    """Write an entry about a call that has changed something; ``wait`` as `AuditLog.record`."""
+    """Write an entry about a call that has changed something."""
     if router.audit is not None:
-        await router.audit.record(
-            verb,
-            what,
-            who=who_of(request.headers, router.settings),
-            source=source_of(request),
-            before=before,
-            after=after,
-            wait=wait,
-        )
+        who = router.access.name(request.headers)
+        source = source_of(request)
+        await router.audit.record(verb, what, who=who, source=source, before=before, after=after)
 
 
-def note_refused_login(router: _Parts, request: Request, reason: str) -> None:
+async def audited_soon(
+    router: Process, request: Request, verb: str, what: str, after: object
+) -> None:
+    """Write an entry about a call, but do not wait for Redis."""
+    if router.audit is not None:
+        who = router.access.name(request.headers)
+        made = entry(verb, what, who=who, source=source_of(request), after=after)
+        await router.audit.write_soon(made)
+
+
+def note_refused_login(router: Process, request: Request, reason: str) -> None:
     """Note a call that got 401."""
     call = f"{request.method} {request.url.path[:200]}"
     router.refused_logins.note(source_of(request), call, reason, monotonic_ns())
 
 
 def source_of(request: Request) -> str:
-    """Return the address of the caller."""
-    return request.client.host if request.client is not None else ""
+    """Return the address of the caller; "unknown" if a proxy's header has none."""
+    host = request.client.host if request.client is not None else ""
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(host)) if host else ""
+    return "unknown"

@@ -10,20 +10,20 @@ Headers = list[tuple[bytes, bytes]]
 
 def openai_headers(standings: Mapping[str, Standing]) -> Headers:
     """Return OpenAI's ``x-ratelimit-*`` headers, whose times are such as ``6m0s``."""
-    found: Headers = []
+    headers: Headers = []
     for name, standing in _named(standings):
         for field, value in (
             ("limit", str(standing.limit)),
             ("remaining", str(standing.remaining)),
             ("reset", spelled(standing.reset_ns)),
         ):
-            found.append((f"x-ratelimit-{field}-{name}".encode(), value.encode()))
-    return found
+            headers.append((f"x-ratelimit-{field}-{name}".encode(), value.encode()))
+    return headers
 
 
 def anthropic_headers(standings: Mapping[str, Standing], now: datetime | None = None) -> Headers:
     """Return Anthropic's ``anthropic-ratelimit-*`` headers, whose times are by RFC 3339."""
-    found: Headers = []
+    headers: Headers = []
     now = now or datetime.now(UTC)
     for name, standing in _named(standings):
         reset = now + timedelta(seconds=-(-standing.reset_ns // 10**9))
@@ -32,8 +32,8 @@ def anthropic_headers(standings: Mapping[str, Standing], now: datetime | None = 
             ("remaining", str(standing.remaining)),
             ("reset", reset.strftime("%Y-%m-%dT%H:%M:%SZ")),
         ):
-            found.append((f"anthropic-ratelimit-{name}-{field}".encode(), value.encode()))
-    return found
+            headers.append((f"anthropic-ratelimit-{name}-{field}".encode(), value.encode()))
+    return headers
 
 
 def spelled(duration_ns: int) -> str:

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
 
 from baton.config.clients import SloConfig
 from baton.types.errors import InvalidRequestError
@@ -12,21 +14,46 @@ ITL = ("x-baton-slo-itl-ms", "x-slo-tpot-ms")
 _MAX_MS = 3_600_000.0
 
 
-def slo_of(headers: Mapping[str, str], configured: SloConfig | Slo | None) -> Slo | None:
-    """Return the limits of a call; None if neither the call nor the fleet has any.
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """Limits of a call, without those of its model.
 
-    A header replaces one of the configured limits.
-
-    Raises:
-        InvalidRequestError: A header is not a positive number of milliseconds.
+    Attributes:
+        ttft_s: Limit of a header; None: there is none.
+        itl_s: Likewise.
+        caller: Limits of the API key or its tenant; None: there are none.
     """
-    ttft_s = _seconds(headers, TTFT)
-    itl_s = _seconds(headers, ITL)
-    if configured is None:
-        if ttft_s is None and itl_s is None:
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    caller: SloConfig | Slo | None = None
+
+    @classmethod
+    def read(cls, headers: Mapping[str, str], caller: SloConfig | Slo | None) -> Self:
+        """Read the headers.
+
+        Raises:
+            InvalidRequestError: A header is not a positive number of milliseconds.
+        """
+        return cls(_seconds(headers, TTFT), _seconds(headers, ITL), caller)
+
+    def at(self, model: SloConfig | Slo | None) -> Slo | None:
+        """Return the limits of the call at a model with these limits; None if there are none.
+
+        A header replaces one of the configured limits.
+        """
+        configured = self.caller or model
+        if configured is not None:
+            return Slo(
+                ttft_s=self.ttft_s or configured.ttft_s, itl_s=self.itl_s or configured.itl_s
+            )
+        if self.ttft_s is None and self.itl_s is None:
             return None
-        return Slo(ttft_s=ttft_s or _MAX_MS / 1000, itl_s=itl_s or _MAX_MS / 1000)
-    return Slo(ttft_s=ttft_s or configured.ttft_s, itl_s=itl_s or configured.itl_s)
+        longest_s = _MAX_MS / 1000
+        return Slo(ttft_s=self.ttft_s or longest_s, itl_s=self.itl_s or longest_s)
+
+
+NO_LIMITS = CallLimits()
 
 
 def _seconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None:

@@ -116,21 +116,21 @@ class Gate:
         self._due_requests = requests + EVERY_REQUESTS
         return True
 
-    def on_round(self, found: GoldenRound) -> str:
+    def on_round(self, golden: GoldenRound) -> str:
         """Return the reason to take the canary out by a round of golden prompts; empty: none."""
-        self.last_round = found
-        self._failed_rounds = self._failed_rounds + 1 if found.failed else 0
-        for prompt, problem in found.wrong.items():
+        self.last_round = golden
+        self._failed_rounds = self._failed_rounds + 1 if golden.failed else 0
+        for prompt, problem in golden.wrong.items():
             return self._decided(f"golden prompt {prompt!r}: {problem}")
         if self._failed_rounds >= FAILED_ROUNDS:
-            prompt, problem = next(iter(found.failed.items()))
+            prompt, problem = next(iter(golden.failed.items()))
             return self._decided(f"golden prompt {prompt!r} has no answer: {problem}")
         return ""
 
     def _decided(self, reason: str) -> str:
         """Keep the first reason, as plain text of one line, which fits a header."""
         plain = reason.encode("ascii", "replace").decode()
-        shown = "".join(one if one.isprintable() else "?" for one in plain)[:_LONGEST]
+        shown = "".join(letter if letter.isprintable() else "?" for letter in plain)[:_LONGEST]
         self.reason = self.reason or shown
         return self.reason
 

@@ -6,17 +6,20 @@ from types import MappingProxyType
 
 from baton.tenants.limits import NO_LIMITS, Limits
 from baton.tenants.shared_limits import LimitsTable
+from baton.tenants.tenants_file import TenantsFile
 
 
 class TenantPolicies:
     """Policies that requests use.
 
     Attributes:
-        all: Policies by tenant, from Redis or from a file.
+        file: File that is the only source of policies while it exists; None: they are in Redis.
+        all: Policies by tenant, from Redis or from the file.
         table: Last known table of Redis, which has the deletions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, file: TenantsFile | None = None) -> None:
+        self.file = file
         self.all: Mapping[str, Limits] = MappingProxyType({})
         self.table = LimitsTable()
         self._unread = ""

@@ -3,13 +3,12 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from time import monotonic_ns
-from typing import Protocol
 
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.telemetry.tasks import BackgroundTasks
-from baton.tenants.bank import Ask, Grant
+from baton.tenants.quotas import SharedQuotas
 from baton.types.errors import (
     BudgetSpentError,
     InsufficientQuotaError,
@@ -33,16 +32,6 @@ _WORDS = {
 }
 
 
-class QuotaSource(Protocol):
-    """Banks of all tenants; implemented by ``baton.tenants.quotas.SharedQuotas``."""
-
-    async def exchange(self, asks: Mapping[str, Ask]) -> dict[str, Grant]:
-        """Exchange reports for leases, by tenant."""
-
-    async def forget(self, tenant: str) -> None:
-        """Remove the bank of a tenant."""
-
-
 class QuotaFeed:
     """Limits of tenants at one router, for calls.
 
@@ -57,7 +46,7 @@ class QuotaFeed:
     def __init__(
         self,
         router_id: str,
-        source: QuotaSource | None,
+        source: SharedQuotas | None,
         routers: Callable[[], int],
         count_failure: Callable[[str], None],
         on_refused: Callable[[str, str], None] = lambda tenant, limit: None,
@@ -146,13 +135,13 @@ class QuotaFeed:
             return
         requests = call.requests
         answer_tokens = [
-            0 if one.pooling or one.prompt_logprobs_only else one.sampling.max_tokens
-            for one in requests
+            0 if request.pooling or request.prompt_logprobs_only else request.sampling.max_tokens
+            for request in requests
         ]
         call.reservation = await self.reserve(
             call.tenant,
-            sum(len(one.prompt) for one in requests),
-            sum(one.sampling.n for one in requests),
+            sum(len(request.prompt) for request in requests),
+            sum(request.sampling.n for request in requests),
             max(answer_tokens),
         )
 
@@ -177,7 +166,7 @@ class QuotaFeed:
             self._needed.set()
         await asyncio.wait([self._round], timeout=2 * _PATIENCE_S)
 
-    async def _run(self, source: QuotaSource) -> None:
+    async def _run(self, source: SharedQuotas) -> None:
         while True:
             try:
                 async with asyncio.timeout(EXCHANGE_NS / 1e9):
@@ -193,7 +182,7 @@ class QuotaFeed:
                 if done is not None:
                     done.set_result(None)
 
-    async def exchange(self, source: QuotaSource) -> None:
+    async def exchange(self, source: SharedQuotas) -> None:
         """Exchange once. Without an answer this router has its part of the limits."""
         quotas = self.quotas
         try:

@@ -22,11 +22,11 @@ from router.app import build_app
 from router.frontend.http.protocol import server_config
 from router.process import Process
 from router.served_model import ServedModel
-from router.settings import RouterSettings
-from router.sources import LaneSources, Sources
+from router.sources import LaneSources
 from tests.clients.shaped_worker import ShapedWorker
-from tests.router.conftest import record_of, until
+from tests.router.conftest import record_of, sources_of, until
 from tests.router.emulated_worker import EmulatedWorker
+from tests.router.settings import settings_of
 from tests.router.static_directory import StaticDirectory
 
 MODEL = "default"
@@ -45,11 +45,10 @@ async def serving(
         names = (MODEL, "gpt-4o-mini", "claude-sonnet-4-5")
         model = ServedModel(resolve_model(DEFAULT_MODEL), names)
     with tempfile.TemporaryDirectory() as folder:
-        settings = RouterSettings(
-            model=DEFAULT_MODEL,
-            model_names=model.names,
+        api_keys = {KEY: ApiKeyConfig(tenant="clients")}
+        core, settings = settings_of(
+            *model.names,
             fleet_token=FleetToken("secret"),
-            api_keys={KEY: ApiKeyConfig(tenant="clients")},
             clients=ClientLimitsConfig(cors_origins=("https://page.example",)),
             state_dir=folder,
             **more,
@@ -61,13 +60,16 @@ async def serving(
         limits = StoreLimits(keep_s=600, tenant_bytes=2**20, total_bytes=2**20)
         stored = StoredResponses(registry, limits)
         router = Process(
-            [(settings, model, LaneSources(directory=directory))], Sources(responses=stored)
+            core,
+            api_keys,
+            [(settings, model, LaneSources(directory, None))],
+            sources_of(registry, responses=stored),
         )
         server = uvicorn.Server(
             server_config(
                 build_app(router),
                 router.metrics,
-                settings.clients,
+                core.settings.clients,
                 port=0,
                 timeout_graceful_shutdown=1,
             )

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from baton.config.fleet_file import FleetConfig
 from fleet.pools.resources import engine_settings
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 PYTHON = "/opt/vllm/bin/python"
 
@@ -70,10 +70,9 @@ def test_adapters_are_served_with_vllms_own_argument() -> None:
     assert not none.adapters
 
 
-def test_routers_let_no_worker_pull_a_prefix_from_a_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATON_REDIS_URL", "redis://localhost")
-    assert not RouterSettings.from_config(config()).pull_prefixes
-    assert RouterSettings.from_config(FleetConfig()).pull_prefixes
+def test_routers_let_no_worker_pull_a_prefix_from_a_vllm() -> None:
+    assert not LaneSettings.of(config()).pull_prefixes
+    assert LaneSettings.of(FleetConfig()).pull_prefixes
 
 
 @pytest.mark.parametrize(

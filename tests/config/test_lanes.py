@@ -8,6 +8,7 @@ import pytest
 from baton.config.fleet_file import FleetConfig
 from baton.config.load import ConfigError, load_config
 from baton.types.lanes import split_version
+from router.settings import LaneSettings, ProcessSettings
 
 FILE = """
 fleet: two
@@ -56,6 +57,26 @@ def test_a_process_of_one_lane_reads_the_same_configuration(tmp_path: Path) -> N
     for name, lane in zip(config.models, config.lanes, strict=True):
         received = FleetConfig.model_validate_json(config.only(name).to_json())
         assert received.lanes == (lane.model_copy(update={"api_keys": None}),)
+
+
+def test_a_router_has_settings_of_its_process_and_of_each_lane(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_STATE_DIR", "/state")
+    (tmp_path / "golden.jsonl").write_text('{"name": "hi", "prompt": "hi", "tokens": [1]}\n')
+    config = read(
+        tmp_path, FILE.replace("kv_blocks_per_worker: 32", "gates: {golden: golden.jsonl}")
+    )
+    process = ProcessSettings.of(config, port=1)
+    small, large = LaneSettings.of_lanes(config)
+    assert (process.fleet, process.port) == ("two", 1)
+    folders = [process.lane_dir(lane.fleet) for lane in (small, large)]
+    assert folders == [Path("/state/lanes/small"), Path("/state/lanes/large-v1")]
+    assert (small.other_models, large.other_models) == (("large.v1",), ("small",))
+    assert (small.starts_from_zero, large.starts_from_zero) == (False, True)
+    assert (small.slo, large.slo) == (None, config.lanes[1].slo)
+    assert (len(small.golden), len(large.golden)) == (0, 1)
+    assert {lane.window_requests for lane in (small, large)} == {config.max_batch_requests}
 
 
 def test_a_fleet_with_one_model_is_its_only_lane() -> None:

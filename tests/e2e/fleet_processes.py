@@ -81,7 +81,9 @@ class Fleet:
         self.start_router()
         return self
 
-    def start_workers(self, *worker_ids: str, **changes: object) -> None:
+    def start_workers(self, *worker_ids: str, damage: str = "", **changes: object) -> None:
+        """``damage`` is that of all frames, as for `FrameTamperer.parse`."""
+        program = "tests.workers.damaging_worker" if damage else "fleet.worker.worker"
         started = {}
         for worker_id in worker_ids:
             fields = {
@@ -101,12 +103,14 @@ class Fleet:
             }
             settings = msgspec.json.encode(worker_settings(**fields)).decode()
             started[worker_id] = subprocess.Popen(
-                [sys.executable, "-m", "fleet.worker.worker"],
+                [sys.executable, "-m", program],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.log,
             )
-            started[worker_id].stdin.write(settings.encode())
+            started[worker_id].stdin.write(
+                (f"{damage}\n{settings}" if damage else settings).encode()
+            )
             started[worker_id].stdin.close()
         self.workers |= {name: Worker(process) for name, process in started.items()}
 

@@ -255,6 +255,7 @@ async def read(url: str, body: dict, begun: asyncio.Event | None = None) -> dict
     return shown
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
@@ -365,7 +366,7 @@ async def test_no_worker_is_503(tmp_path):
     ],
 )
 async def test_damaged_kv_is_never_shown(tmp_path, damage):
-    with fleet(tmp_path, "prefill-0", "decode-0", fault_injection=damage) as running:
+    with fleet(tmp_path, "prefill-0", "decode-0", damage=damage) as running:
         body = chat(LONG_PROMPT, max_tokens=12)
         handed_over = await text_of(running.url, body, "disaggregated")
         assert handed_over == await text_of(running.url, body, "colocated")

@@ -78,6 +78,7 @@ def test_the_artifact_record(shared):
         assert record[key], key
 
 
+@pytest.mark.costly
 async def test_one_trace_per_request_across_all_processes(tmp_path, monkeypatch):
     """By real OTLP over gRPC, from three processes."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")

@@ -150,7 +150,7 @@ def test_a_grammar_that_fails_ends_only_its_request(llm: LLM) -> None:
     )
     request = EngineRequest(request_id="off", prompt=[1, 2, 3], spec=spec)
     llm.core.scheduler.submit(request, 0)
-    sequence = next(s for s in llm.core.batch.queue if s.request is request)
+    sequence = next(s for s in llm.core.batch.queue.items if s.request is request)
     # An answer that the grammar never allowed:
     sequence.tokens += llm.tokenizer.encode("zzz")
     assert llm.generate(["The sea is"], max_tokens=4)[0].tokens

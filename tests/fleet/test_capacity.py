@@ -23,6 +23,7 @@ from baton.model.model_config import ModelConfig
 from baton.types import events as ev
 from baton.types.params import SamplingParams
 from baton.wire.tokens import pack_tokens
+from fleet.cli.capacity_options import CapacityOptions
 from fleet.cli.main import app
 from fleet.cli.memory_estimate import Capacity, plan_capacity
 from fleet.local.checks.preflight import notes
@@ -31,6 +32,12 @@ from tests.engine.cpu.integer_kernel import needs_integer_products
 
 GIB = 1 << 30
 PLAIN = {"dtype": "bf16", "weights": "none", "kv": "none", "numerics": "exact"}
+
+
+def planned(
+    config: ModelConfig, *, free_bytes: int, draft: ModelConfig | None = None, **options: Any
+) -> Capacity:
+    return plan_capacity(config, CapacityOptions(**options), free_bytes, draft)
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +50,9 @@ def test_kv_grows_with_context_and_requests_and_shrinks_with_its_format(
 ) -> None:
     def kv_bytes(context: int, concurrency: int, kv: str = "none") -> int:
         fields = {**PLAIN, "kv": kv}
-        return plan_capacity(
+        return planned(
             config,
-            context_tokens=context,
+            context=context,
             concurrency=concurrency,
             free_bytes=8 * GIB,
             **fields,
@@ -70,19 +77,19 @@ def test_weights_are_counted_as_they_are_kept(config: ModelConfig) -> None:
 
 
 def test_as_many_requests_fit_as_it_says(config: ModelConfig) -> None:
-    found = plan_capacity(config, context_tokens=4096, concurrency=1, free_bytes=4 * GIB, **PLAIN)
+    found = planned(config, context=4096, concurrency=1, free_bytes=4 * GIB, **PLAIN)
     most = found.fitting_requests
     for concurrency, fits in ((most, True), (most + 2, False)):  # a batch needs workspace too
-        asked = plan_capacity(
+        asked = planned(
             config,
-            context_tokens=4096,
+            context=4096,
             concurrency=concurrency,
             free_bytes=4 * GIB + 64 * (1 << 20) * fits,
             **PLAIN,
         )
         assert asked.fits is fits
     with pytest.raises(ModelError, match="--context 9000 exceeds the model's limit, 8192"):
-        plan_capacity(config, context_tokens=9000, concurrency=1, free_bytes=GIB, **PLAIN)
+        planned(config, context=9000, concurrency=1, free_bytes=GIB, **PLAIN)
 
 
 def test_the_command_answers_in_words_in_json_and_in_its_exit_code() -> None:
@@ -172,9 +179,9 @@ def test_ranks_share_the_weights_and_a_draft_has_weights_and_a_pool_of_its_own(
     config: ModelConfig,
 ) -> None:
     def plan(**more: Any) -> Capacity:
-        return plan_capacity(
+        return planned(
             config,
-            context_tokens=1024,
+            context=1024,
             concurrency=4,
             free_bytes=8 * GIB,
             **{**PLAIN, **more},
@@ -218,9 +225,9 @@ async def test_a_full_engine_takes_what_was_said(
     config: ModelConfig, dtype: str, weights: str, kv: str, ranks: int, draft: bool
 ) -> None:
     context, concurrency = 512, 16
-    said = plan_capacity(
+    said = planned(
         config,
-        context_tokens=context,
+        context=context,
         concurrency=concurrency,
         dtype=dtype,
         weights=weights,

@@ -20,11 +20,13 @@ from fleet.pools.slots import (
     ChangeRole,
     Drain,
     Launch,
+    LivingWorker,
     Phase,
     Publish,
     Remove,
     Stop,
 )
+from tests.soak import examples
 
 
 def only(kind: type, actions: list[Action]) -> list[str]:
@@ -208,7 +210,7 @@ def test_scaling_in_takes_the_highest_numbers_and_scaling_out_counts_their_lives
 
 def test_a_new_controller_adopts_the_lives_it_finds() -> None:
     fleet = FleetController({"prefill": 1, "decode": 1}, 0)
-    fleet.adopt("worker-1", 4, ready=True, now_ns=0)
+    fleet.adopt(LivingWorker("worker-1", 4, ready=True), 0)
     assert only(Launch, fleet.tick(0)) == ["worker-0"]
     fleet.ended("worker-1", 4, "crash", 0)
     assert Launch("worker-1", "decode", 5) in fleet.tick(BACKOFF_FIRST_NS)
@@ -289,8 +291,8 @@ def test_a_new_controller_knows_the_roles_of_the_old_one() -> None:
     fleet = FleetController({"prefill": 1, "decode": 2}, 0)
     fleet.note_record("worker-0", 3, "decode", 5)
     fleet.note_record("worker-1", 1, "prefill", 6)
-    fleet.adopt("worker-1", 1, ready=True, now_ns=0, role="prefill", turn=6)
-    fleet.adopt("worker-2", 1, ready=True, now_ns=0, role="decode", turn=0)
+    fleet.adopt(LivingWorker("worker-1", 1, ready=True, role="prefill", turn=6), 0)
+    fleet.adopt(LivingWorker("worker-2", 1, ready=True, role="decode", turn=0), 0)
     fleet.settle(0)
     actions = fleet.tick(0)
     assert roles(fleet) == {"worker-0": "decode", "worker-1": "prefill", "worker-2": "decode"}
@@ -304,7 +306,7 @@ def test_workers_of_an_earlier_version_are_adopted_under_their_names() -> None:
     fleet = FleetController({"prefill": 1, "decode": 1}, 0)
     for role in ("prefill", "decode"):
         fleet.note_record(f"{role}-0", 2, role, 0)
-        fleet.adopt(f"{role}-0", 2, ready=True, now_ns=0)
+        fleet.adopt(LivingWorker(f"{role}-0", 2, ready=True), 0)
     fleet.settle(0)
     assert not fleet.tick(0)
     assert roles(fleet) == {"prefill-0": "prefill", "decode-0": "decode"}
@@ -316,7 +318,7 @@ def test_a_turn_that_only_the_registry_knows_is_told_to_its_worker() -> None:
     fleet = FleetController({"prefill": 1, "decode": 1}, 0)
     fleet.note_record("worker-1", 1, "prefill", 4)
     fleet.note_record("worker-0", 1, "decode", 3)
-    fleet.adopt("worker-1", 1, ready=False, now_ns=0, role="decode", turn=0)
+    fleet.adopt(LivingWorker("worker-1", 1, ready=False, role="decode", turn=0), 0)
     assert ChangeRole("worker-1", "prefill", 1, 4) in fleet.started("worker-1", 1, 1)
 
 
@@ -423,7 +425,9 @@ class AnyFleet(RuleBasedStateMachine):
         assert self.fleet.idle and not self.alive
 
 
-AnyFleet.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+AnyFleet.TestCase.settings = settings(
+    max_examples=examples(150), stateful_step_count=30, deadline=None
+)
 TestAnyFleet = AnyFleet.TestCase
 
 
@@ -454,7 +458,7 @@ def test_epochs_go_on_behind_lives_that_an_earlier_controller_started() -> None:
 def test_a_life_that_the_registry_names_too_is_adopted() -> None:
     fleet = FleetController({"prefill": 1, "decode": 0}, 0)
     fleet.note_epoch("worker-0", 4)
-    fleet.adopt("worker-0", 4, ready=False, now_ns=0)
+    fleet.adopt(LivingWorker("worker-0", 4, ready=False), 0)
     assert only(Launch, fleet.tick(0)) == []
     fleet.started("worker-0", 4, 1)
     assert fleet.ready
@@ -464,7 +468,7 @@ def test_a_silent_life_is_adopted_as_the_latest_and_corrected_when_it_answers() 
     """Its actor may be named after an earlier life, whose process it took over."""
     fleet = FleetController({"prefill": 1, "decode": 0}, 0)
     fleet.note_record("worker-0", 4, "prefill", 0)
-    fleet.adopt("worker-0", 1, ready=False, now_ns=0, silent=True)
+    fleet.adopt(LivingWorker("worker-0", 1, ready=False, silent=True), 0)
     assert only(Launch, fleet.tick(0)) == []
     assert fleet.slots["worker-0"].epoch == 4
     (shown,) = fleet.correct("worker-0", 4, 3)

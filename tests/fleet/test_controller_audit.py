@@ -7,6 +7,7 @@ import pytest
 
 from baton.registry.admin_commands import AdminCommand
 from fleet.pools.admin_commands import CommandDesk
+from fleet.pools.audited_commands import AuditedChanges
 from fleet.pools.ray_controller import ControllerActor
 from tests.fleet.test_ray_controller import controller
 
@@ -60,10 +61,10 @@ async def test_turns_of_the_planner_are_entries_with_their_reason(
         return refusals.pop(0)
 
     monkeypatch.setattr(CommandDesk, "change_role", change_role)
-    planning = controller._desk.planning
-    planning.reason = "decode is 2 x too slow"
-    assert await planning._turn("worker-0", "decode") and not await entries(controller)
-    assert not await planning._turn("worker-0", "decode")
+    changes = AuditedChanges(controller._desk, controller._audit)
+    turn = ("worker-0", "decode", "decode is 2 x too slow")
+    assert await changes.change_role(*turn) and not await entries(controller)
+    assert not await changes.change_role(*turn)
     assert await entries(controller) == [
         {
             "who": "planner",
@@ -85,12 +86,12 @@ async def test_sizes_that_the_planner_chose_are_entries_with_their_reason(
         return refusals.pop(0)
 
     monkeypatch.setattr(CommandDesk, "resize", resize)
-    planning = controller._desk.planning
-    planning.reason = "the load needs 1.90 + 0.20 workers"
+    changes = AuditedChanges(controller._desk, controller._audit)
+    reason = "the load needs 1.90 + 0.20 workers"
     sizes = {"prefill": 2, "decode": 1}
-    assert await planning._resize(sizes) and not await entries(controller)
+    assert await changes.resize(sizes, reason) and not await entries(controller)
     before = {"pools": dict(controller._machine.wanted)}
-    assert not await planning._resize(sizes)
+    assert not await changes.resize(sizes, reason)
     (entry,) = await entries(controller)
     assert (entry["who"], entry["verb"], entry["before"]) == ("planner", "scale", before)
-    assert entry["after"] == {"pools": sizes, "why": planning.reason}
+    assert entry["after"] == {"pools": sizes, "why": reason}

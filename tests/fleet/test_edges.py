@@ -40,7 +40,7 @@ async def test_an_edge_that_does_not_work_says_why(redis_server: EmbeddedRedis) 
         *("prefill-0", "decode-0"),
         redis_url=url,
         prefill_transports=("grpc",),
-        prefill_fault_injection="flip:1",
+        prefill_damage="flip:1",
     ):
         await ready(url, 2)
         figures = await measure_edges(url, "test", TOKEN)

@@ -35,8 +35,8 @@ def test_a_relative_path_is_read_again_after_the_supervisor_has_changed_its_fold
     class Started(Supervisor):
         def run(self, on_ready: object) -> None:
             os.chdir(home / "elsewhere")
-            assert self._reread is not None
-            again.append(self._reread())
+            assert self._file._reread is not None
+            again.append(self._file._reread())
 
     monkeypatch.setattr("fleet.cli.lifecycle.Supervisor", Started)
     os.chdir(home)

@@ -82,7 +82,7 @@ def test_files_of_a_model_that_cannot_be_read_end_no_fleet(
     def unreadable(_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/models/m.gguf")
 
-    monkeypatch.setattr("fleet.local.supervisor.describe_model", unreadable)
+    monkeypatch.setattr("fleet.local.followed_file.describe_model", unreadable)
     follow(supervisor)
     assert "the fleet is unchanged: [Errno 13] Permission denied: '/models/m.gguf'" in told[-1]
 
@@ -141,7 +141,7 @@ def test_routers_that_could_not_follow_are_replaced_by_the_next_try(
 def test_a_change_that_was_not_finished_is_no_nothing_has_changed(
     home: Path, supervisor: Supervisor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    supervisor._change_problem = "the successor of the router does not serve"
+    supervisor._file.problem = "the successor of the router does not serve"
     supervisor._save_state()
     with subprocess.Popen([sys.executable, "-c", FOLLOWS], stdout=subprocess.PIPE) as own:
         try:

@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.tenants.key_record import KEY
-from baton.tenants.shared_keys import SharedKeys
 from fleet.cli import keys as command
 from fleet.cli.main import app
 from tests.registry.conftest import redis_server, registry
@@ -26,7 +25,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 async def fleet(make_fleet, registry):
-    return await make_fleet({"decode-0": None}, api_keys={}, keys=SharedKeys(registry))
+    return await make_fleet({"decode-0": None}, api_keys={}, registry=registry)
 
 
 async def run(fleet, *arguments: str, code: int = 0):
@@ -111,7 +110,7 @@ async def test_json_of_every_command(fleet, tmp_path) -> None:
 async def test_what_is_wrong_is_named(fleet, arguments, said) -> None:
     result = await run(fleet, *arguments, code=1)
     assert said in result.output
-    assert len(fleet.router.settings.issued_keys) == 0
+    assert len(fleet.router.access.issued_keys) == 0
 
 
 async def test_a_whole_key_is_not_sent_as_an_id(fleet) -> None:
@@ -141,7 +140,7 @@ async def test_without_redis_a_key_ends_here_other_changes_fail_and_the_list_is_
 
 
 async def test_a_fleet_that_checks_no_keys_issues_none(make_fleet, registry) -> None:
-    fleet = await make_fleet({"decode-0": None}, keys=SharedKeys(registry))
+    fleet = await make_fleet({"decode-0": None}, registry=registry)
     result = await run(fleet, "create", "a", code=1)
     assert "this fleet checks no API keys" in result.output
     assert "bt-" not in result.output

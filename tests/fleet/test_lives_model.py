@@ -23,7 +23,7 @@ from fleet.pools.controller import (
     FleetController,
 )
 from fleet.pools.lives import LifeTable
-from fleet.pools.slots import SECOND_NS, Action, Drain, Launch, Phase, Publish, Stop
+from fleet.pools.slots import SECOND_NS, Action, Drain, Launch, LivingWorker, Phase, Publish, Stop
 from tests.soak import examples
 
 SLOTS = ("worker-0", "worker-1")
@@ -95,13 +95,13 @@ class Controller:
                 latest[actor.worker_id] = actor
         for worker_id, actor in latest.items():
             answered = actor.epoch if actor.answers else 0
-            self.fleet.adopt(
+            living = LivingWorker(
                 worker_id,
                 max(actor.named, answered),
                 ready=actor.answers and actor.started,
-                now_ns=world.now,
                 silent=not actor.answers,
             )
+            self.fleet.adopt(living, world.now)
             epoch = self.fleet.slots[worker_id].epoch
             assert actor.answers or epoch >= world.slots.get(worker_id, 0)
             self.lives.add(worker_id, Life(epoch, actor.named, actor, adopted=True))

@@ -181,7 +181,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return {"name": "chat", "route": {**entry, "shadow": "", "shadow_share": 0}}
 
     monkeypatch.setattr(command, "ask_router", ask)
-    monkeypatch.setattr(command, "reach", lambda *_: None)
+    monkeypatch.setattr("fleet.cli.reach.FleetAddress.reach", lambda *_: None)
     return sent
 
 
@@ -220,7 +220,7 @@ def test_the_status_shows_the_version_of_each_model(monkeypatch: pytest.MonkeyPa
     workers = [worker, other]
     answer = {"workers": workers, "transfers": {"count": 0, "bytes": 0, "failures": 0}}
     place = SimpleNamespace(name="f", url="http://x")
-    monkeypatch.setattr("fleet.cli.inspection.reach", lambda *_: place)
+    monkeypatch.setattr("fleet.cli.reach.FleetAddress.reach", lambda *_: place)
     monkeypatch.setattr("fleet.cli.inspection.get_json", lambda *_: answer)
     shown = CliRunner().invoke(app, ["status"]).output
     assert "models: chat@1 (03a7055aea1b), chat@2 (77b0000000aa)" in " ".join(shown.split())

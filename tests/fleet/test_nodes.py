@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.config.fleet_file import FleetConfig, PoolsConfig
-from fleet.pools.nodes import CapacityError, Node, check_nodes, choose, plan, usable
+from fleet.pools.nodes import CapacityError, Node, ReplicaNeed, check_nodes, choose, plan, usable
 
 
 def node(name: str, cpus: float = 4.0, **more) -> Node:
@@ -42,16 +42,16 @@ def test_replicas_of_a_role_are_spread_first_then_all_of_them() -> None:
 
 
 def test_a_node_that_failed_comes_last_and_a_closed_one_never() -> None:
-    assert choose("decode", 1, PLAIN, {}, avoid={"a"})[0].name == "b"
+    assert choose(ReplicaNeed("decode", 1), PLAIN, {}, avoid={"a"})[0].name == "b"
     only = [HEAD, node("a")]
-    assert choose("decode", 1, only, {}, avoid={"a"})[0].name == "a"
-    assert choose("decode", 1, only, {}, closed={"a"}) == []
+    assert choose(ReplicaNeed("decode", 1), only, {}, avoid={"a"})[0].name == "a"
+    assert choose(ReplicaNeed("decode", 1), only, {}, closed={"a"}) == []
 
 
 def test_what_is_full_is_not_chosen() -> None:
     nodes = [node("a", cpus=1.0), node("b", cpus=8.0)]
-    assert choose("decode", 2, nodes, {})[0].name == "b"
-    assert choose("decode", 9, nodes, {}) == []
+    assert choose(ReplicaNeed("decode", 2), nodes, {})[0].name == "b"
+    assert choose(ReplicaNeed("decode", 9), nodes, {}) == []
 
 
 def test_what_would_wait_for_ever_is_refused_by_name() -> None:
@@ -101,7 +101,7 @@ def test_workers_with_gpus_go_where_gpus_are_free() -> None:
     assert [chosen[0].name for chosen in found.values()] == ["b", "b"]
     found = plan(vllm_fleet(3, gpus=2), nodes)
     assert found["worker-2"] == []
-    assert choose("decode", 1, nodes, {}, gpus=1)[0].name == "b", "c has none free"
+    assert choose(ReplicaNeed("decode", 1, gpus=1), nodes, {})[0].name == "b", "c has none free"
 
 
 def test_gpus_that_are_not_there_are_refused_by_name() -> None:

@@ -92,8 +92,8 @@ def test_a_copy_beside_a_fleet_leaves_that_ones_figures_alone(
     (home / "f" / "transfers.json").write_text("{}")
     monkeypatch.chdir(home)  # a start changes the folder
     monkeypatch.setenv(fleet_state.RUN_FOLDER_VARIABLE, "")
-    for step in ("_start_redis", "_start_workers"):
-        monkeypatch.setattr(copy, step, lambda: None)
+    monkeypatch.setattr(copy._redis, "start", lambda *_: None)
+    monkeypatch.setattr(copy, "_start_workers", lambda: None)
     for step in ("_start_routers", "_wait_until_ready"):
         monkeypatch.setattr(copy, step, lambda routers: routers.begin_stop())
     copy._start()

@@ -56,34 +56,42 @@ class Demands:
         self.plans.append(plan)
 
 
+class Fleet:
+    """A fleet with one ready worker, which keeps what the planner changes."""
+
+    def __init__(self, refusal: str, sizes: Mapping[str, int]) -> None:
+        self.refusal = refusal
+        self.sizes = sizes
+        self.turns: list[tuple[str, str]] = []
+        self.resized: list[Mapping[str, int]] = []
+
+    def workers(self) -> list[WorkerState]:
+        return [WorkerState(worker_id="worker-1", role="decode", steps=100)]
+
+    async def change_role(self, worker_id: str, role: str, _reason: str) -> str:
+        self.turns.append((worker_id, role))
+        return self.refusal
+
+    async def resize(self, sizes: Mapping[str, int], _reason: str) -> str:
+        self.resized.append(sizes)
+        return self.refusal
+
+
 def made(
     demands: Demands, refusal: str = "", sizes: Mapping[str, int] = SIZES
-) -> tuple[RolePlanning, list[tuple[str, str]], list[Mapping[str, int]]]:
-    turns: list[tuple[str, str]] = []
-    resized: list[Mapping[str, int]] = []
-
-    async def resize(sizes: Mapping[str, int]) -> str:
-        resized.append(sizes)
-        return refusal
-
-    async def change_role(worker_id: str, role: str) -> str:
-        turns.append((worker_id, role))
-        return refusal
-
+) -> tuple[RolePlanning, Fleet]:
     slo = SloConfig(ttft_s=2.0, itl_s=0.05)
-    worker = WorkerState(worker_id="worker-1", role="decode", steps=100)
-    planning = RolePlanning(slo, demands, lambda: [worker], lambda: sizes, change_role, resize)
-    return planning, turns, resized
+    return RolePlanning(slo, demands), Fleet(refusal, sizes)
 
 
 async def test_a_turn_is_made_only_in_auto() -> None:
-    planning, turns, _ = made(Demands({}, {}))
+    planning, fleet = made(Demands({}, {}))
     planner = Planner(TURN, TURN)
-    await planning.plan(planner)
-    assert turns == []
+    await planning.plan(planner, fleet)
+    assert fleet.turns == []
     planning.auto = True
-    await planning.plan(planner)
-    assert turns == [("worker-1", "prefill")]
+    await planning.plan(planner, fleet)
+    assert fleet.turns == [("worker-1", "prefill")]
     shown = planning.describe()
     assert [one["done"] for one in shown["decisions"]] == [True, False], "the newest first"
     assert shown["decisions"][0]["decision"]["figures"]["prefill_need"] == 1.5
@@ -91,63 +99,65 @@ async def test_a_turn_is_made_only_in_auto() -> None:
 
 
 async def test_a_turn_that_cannot_be_made_is_shown_with_the_reason() -> None:
-    planning, *_ = made(Demands({}), "no prefill worker may be on 10.0.0.2")
+    planning, fleet = made(Demands({}), "no prefill worker may be on 10.0.0.2")
     planning.auto = True
-    await planning.plan(Planner(TURN))
+    await planning.plan(Planner(TURN), fleet)
     (shown,) = planning.describe()["decisions"]
     assert (shown["done"], shown["refused"]) == (False, "no prefill worker may be on 10.0.0.2")
 
 
 async def test_a_router_that_reports_no_more_is_not_counted() -> None:
     gone, lives = RouterDemand(beat=5), RouterDemand(beat=6)
-    planning, *_ = made(Demands({"a": gone, "b": gone}, {"a": gone, "b": lives}))
+    planning, fleet = made(Demands({"a": gone, "b": gone}, {"a": gone, "b": lives}))
     planner = Planner(Nothing(reason="x"), Nothing(reason="x"))
-    await planning.plan(planner)
-    await planning.plan(planner)
+    await planning.plan(planner, fleet)
+    await planning.plan(planner, fleet)
     assert [sorted(demands) for demands in planner.demands] == [["a", "b"], ["b"]]
 
 
 async def test_without_redis_nothing_is_decided() -> None:
-    planning, turns, _ = made(Demands())
+    planning, fleet = made(Demands())
     planning.auto = True
     planner = Planner(TURN)
-    await planning.plan(planner)
-    assert (turns, planner.demands) == ([], [])
+    await planning.plan(planner, fleet)
+    assert (fleet.turns, planner.demands) == ([], [])
 
 
 async def test_a_decision_that_only_repeats_the_last_with_other_figures_replaces_it() -> None:
     reasons = ["2 + 2 holds 0.51 + 0.20", "2 + 2 holds 0.52 + 0.21", "no load"]
-    planning, *_ = made(Demands({}, {}, {}))
+    planning, fleet = made(Demands({}, {}, {}))
     planner = Planner(*(Nothing(reason=reason) for reason in reasons))
     for _ in reasons:
-        await planning.plan(planner)
+        await planning.plan(planner, fleet)
     found = [one["decision"]["reason"] for one in planning.describe()["decisions"]]
     assert found == ["no load", "2 + 2 holds 0.52 + 0.21"]
 
 
 async def test_sizes_are_changed_only_in_auto_or_from_zero() -> None:
-    planning, _, resized = made(Demands({}, {}))
-    await planning.plan(Planner(RESIZE))
-    assert resized == []
+    planning, fleet = made(Demands({}, {}))
+    await planning.plan(Planner(RESIZE), fleet)
+    assert fleet.resized == []
     planning.auto = True
-    await planning.plan(Planner(RESIZE))
-    assert resized == [{"prefill": 2, "decode": 3}]
+    await planning.plan(Planner(RESIZE), fleet)
+    assert fleet.resized == [{"prefill": 2, "decode": 3}]
 
-    planning, _, resized = made(Demands({}), sizes={"prefill": 0, "decode": 0})
-    await planning.plan(Planner(RESIZE))
-    assert resized == [{"prefill": 2, "decode": 3}], "requests wait: `hold` does not keep them"
+    planning, fleet = made(Demands({}), sizes={"prefill": 0, "decode": 0})
+    await planning.plan(Planner(RESIZE), fleet)
+    assert fleet.resized == [{"prefill": 2, "decode": 3}], (
+        "requests wait: `hold` does not keep them"
+    )
 
 
 async def test_the_routers_get_the_sizes_that_it_wants_also_in_hold() -> None:
     """Needs of 1.5 + 0.5 workers: the best split of four workers is 3 + 1."""
     demands = Demands({}, {}, {}, {})
-    planning, turns, resized = made(demands)
+    planning, fleet = made(demands)
     quiet = Nothing(reason="no load")
     held = Nothing(reason="1 + 3 misses, but prompts wait now", figures=FIGURES)
     planner = Planner(TURN, RESIZE, held, quiet)
     for _ in range(4):
-        await planning.plan(planner)
-    assert (turns, resized) == ([], [])
+        await planning.plan(planner, fleet)
+    assert (fleet.turns, fleet.resized) == ([], [])
     assert demands.plans == [
         PlannedSizes(prefill=2, decode=2, load=0.5),
         PlannedSizes(prefill=2, decode=3, load=0.5),
@@ -158,7 +168,7 @@ async def test_the_routers_get_the_sizes_that_it_wants_also_in_hold() -> None:
 
 @pytest.mark.timeout(5)
 async def test_without_limits_there_is_nothing_to_plan_for() -> None:
-    planning = RolePlanning(None, Demands(), list, dict, lambda *_: None, lambda *_: None)
-    await planning.run()
+    planning = RolePlanning(None, Demands())
+    await planning.run(Fleet("", SIZES))
     assert not planning.possible
     assert planning.describe()["reason"] == NO_LIMITS

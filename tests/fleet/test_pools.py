@@ -8,6 +8,7 @@ from baton.config.fleet_file import FleetConfig, PoolsConfig
 from baton.config.pools import TensorParallelConfig
 from fleet.pools.nodes import CapacityError, check_capacity
 from fleet.pools.resources import (
+    ControllerSpec,
     bundles,
     exit_reason,
     lives_among,
@@ -16,6 +17,7 @@ from fleet.pools.resources import (
     worker_environment,
     worker_settings,
 )
+from fleet.pools.slots import Launch
 
 
 def fleet(prefill: int, decode: int, cpus: float) -> FleetConfig:
@@ -119,15 +121,11 @@ def test_the_settings_fit_the_worker_program() -> None:
     msgspec = pytest.importorskip("msgspec")
     from fleet.worker.worker import WorkerSettings
 
+    spec = ControllerSpec(
+        config_json="", redis_url="redis://x", fleet_token="t", host="127.0.0.1", log_dir="/tmp"
+    )
     fields = worker_settings(
-        FleetConfig(max_context_tokens=128),
-        worker_id="decode-0",
-        role="decode",
-        epoch=2,
-        redis_url="redis://x",
-        fleet_token="t",
-        host="127.0.0.1",
-        log_dir="/tmp",
+        FleetConfig(max_context_tokens=128), Launch("decode-0", "decode", 2), spec
     )
     settings = msgspec.convert(fields, WorkerSettings)
     assert set(fields) <= set(settings.__struct_fields__)
@@ -156,16 +154,8 @@ def test_idle_workers_of_one_model_sleep() -> None:
     models = {"a": {**model, "pools": {"idle_sleep_s": 600}}, "b": model}
     found = {}
     for lane in FleetConfig.model_validate({"models": models}).lanes:
-        fields = worker_settings(
-            lane,
-            worker_id="w",
-            role="decode",
-            epoch=0,
-            redis_url="",
-            fleet_token="",
-            host="",
-            log_dir="",
-        )
+        spec = ControllerSpec(config_json="", redis_url="", fleet_token="", host="", log_dir="")
+        fields = worker_settings(lane, Launch("w", "decode", 0), spec)
         found[lane.model_names[0]] = (fields["idle_sleep_s"], fields["engine"]["sleeps"])
     assert found == {"a": (600, True), "b": (0, False)}
     for more in (

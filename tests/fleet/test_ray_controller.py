@@ -149,7 +149,7 @@ async def test_an_actor_that_ends_between_listing_and_adoption_stops_nothing(
         started.append(launch.epoch)
         return Actor(launch.worker_id)
 
-    monkeypatch.setattr(controller, "_start_actor", start)
+    monkeypatch.setattr(controller._actors, "start", start)
     await controller.run()
     await until(lambda: phase(controller) is Phase.READY)
     assert 5 in started
@@ -168,7 +168,7 @@ async def test_whatever_ends_a_start_ends_the_life(
         lives.append(Actor(launch.worker_id, fault if len(lives) < 2 else None))
         return lives[-1]
 
-    monkeypatch.setattr(controller, "_start_actor", start)
+    monkeypatch.setattr(controller._actors, "start", start)
     await controller.run()
     await until(lambda: phase(controller) is Phase.READY)
     assert len(lives) > 2
@@ -188,12 +188,12 @@ async def test_the_next_life_is_told_the_largest_kv_pool_so_far_and_a_smaller_on
         life = Actor(launch.worker_id)
         if launch.worker_id == "worker-0":
             life.kv_blocks = (900, 500, 900)[len(told)]
-            told.append(controller._settings(launch)["engine"]["kv_blocks_before"])
+            told.append(controller._actors.settings(launch)["engine"]["kv_blocks_before"])
             if len(told) < 3:
                 life.wait = Method(dies)
         return life
 
-    monkeypatch.setattr(controller, "_start_actor", start)
+    monkeypatch.setattr(controller._actors, "start", start)
     await controller.run()
     await until(lambda: len(told) == 3 and phase(controller) is Phase.READY, 15.0)
     assert told == [0, 900, 900]
@@ -213,7 +213,7 @@ async def test_a_drain_while_the_life_is_placed_ends_the_placing(
         started.append(launch.worker_id)
         return Actor(launch.worker_id)
 
-    monkeypatch.setattr(controller, "_start_actor", start)
+    monkeypatch.setattr(controller._actors, "start", start)
     controller.placed.clear()
     await controller.run()
     await until(lambda: "worker-0" in controller._placing)
@@ -230,7 +230,7 @@ async def test_a_new_controller_counts_on_from_what_the_registry_says(
     """Defect 5e."""
     registry = Registry(redis_server.url, "test")
     dead = WorkerRecord(worker_id="worker-0", role="prefill", state="dead", epoch=6)
-    await registry.write_slot(dead)
+    await registry.write_slots([dead])
     await registry.close()
     epochs: list[int] = []
 
@@ -239,7 +239,7 @@ async def test_a_new_controller_counts_on_from_what_the_registry_says(
             epochs.append(launch.epoch)
         return Actor(launch.worker_id)
 
-    monkeypatch.setattr(controller, "_start_actor", start)
+    monkeypatch.setattr(controller._actors, "start", start)
     await asyncio.gather(controller.run(), controller.run())
     await until(lambda: epochs != [])
     assert epochs == [7]
@@ -261,7 +261,7 @@ def adopting(
     def start(launch, _group) -> Actor:
         return lives.setdefault(launch.worker_id, Actor(launch.worker_id))
 
-    monkeypatch.setattr(controller, "_start_actor", start)
+    monkeypatch.setattr(controller._actors, "start", start)
     return lives
 
 
@@ -310,7 +310,7 @@ async def test_a_slow_worker_of_a_later_epoch_than_its_name_is_adopted_as_it_is(
     """Its process hosts the third incarnation, and answers the first ping too late."""
     registry = Registry(redis_server.url, "test")
     slot = WorkerRecord(worker_id="worker-0", role="prefill", state="ready", epoch=4)
-    await registry.write_slot(slot)
+    await registry.write_slots([slot])
     await registry.close()
     monkeypatch.setattr(liveness, "ASK_EVERY_S", 0.1)
     lives = adopting(controller, monkeypatch, "worker-0", "worker-1")
@@ -523,7 +523,7 @@ async def test_a_life_that_answers_no_more_is_ended_and_followed_by_another(
         lives.append(Actor(launch.worker_id))
         return lives[-1]
 
-    monkeypatch.setattr(controller, "_start_actor", start)
+    monkeypatch.setattr(controller._actors, "start", start)
     await controller.run()
     await until(lambda: phase(controller) is phase(controller, "worker-1") is Phase.READY)
     frozen = next(life for life in lives if life.worker_id == "worker-0")
@@ -546,7 +546,7 @@ async def test_a_controller_that_stood_still_itself_blames_nobody(
     """Defect 5d: its own pause is not the workers' silence."""
     monkeypatch.setattr(liveness, "FROZEN_AFTER_S", 0.6)
     monkeypatch.setattr(liveness, "ASK_EVERY_S", 0.3)
-    monkeypatch.setattr(controller, "_start_actor", lambda launch, _: Actor(launch.worker_id))
+    monkeypatch.setattr(controller._actors, "start", lambda launch, _: Actor(launch.worker_id))
     await controller.run()
     await until(lambda: phase(controller) is Phase.READY)
     for _ in range(3):
@@ -577,13 +577,13 @@ async def test_a_process_that_stood_still_ends_itself_once_it_is_known_to_be_rep
         time.sleep(1.0)  # noqa: ASYNC251
         await until(lambda: len(answers) > 1)
         assert (set(answers), why) == ({None}, []), "Redis is away"
-        await registry.write_slot(slot)
+        await registry.write_slots([slot])
         url = redis_server.url
         await until(lambda: answers[-1] is False)
         asked = len(answers)
         await asyncio.sleep(0.5)
         assert (len(answers), why) == (asked, []), "it is the present one"
-        await registry.write_slot(msgspec.structs.replace(slot, state="starting", epoch=3))
+        await registry.write_slots([msgspec.structs.replace(slot, state="starting", epoch=3)])
         time.sleep(1.0)  # noqa: ASYNC251
         await until(lambda: why != [])
     await registry.close()

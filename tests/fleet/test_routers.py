@@ -262,6 +262,7 @@ def test_counters_and_reports_outlive_a_router(start: Start, count: int) -> None
         return sum(map(float, found))
 
     names = [refused_id() for _ in range(3)]
+    wait_for(lambda: counted() == len(names), 5.0)  # they may not know each other yet
     for _ in range(2):
         assert counted() == len(names)
         before = routers.pids

@@ -29,6 +29,7 @@ from fleet.local.changes import Changes
 from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import LastingConsole, OwnOutput, rotate, terminal
 from fleet.local.supervisor import FleetError, Supervisor
+from fleet.local.worker_phases import all_in_place
 from fleet.pools import ray_runtime
 from fleet.pools.nodes import CapacityError
 from fleet.pools.ray_health import RayHealth
@@ -183,18 +184,14 @@ def test_lines_have_the_time_of_day_once_the_fleet_serves(
     assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  worker-0 died$", shown, re.MULTILINE)
 
 
-def test_a_fleet_with_a_drained_worker_is_taken_over_without_waiting_for_that_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    supervisor = Supervisor(FleetConfig(fleet="f"), tmp_path / "fleet.yaml", lambda _: None)
+def test_a_fleet_with_a_drained_worker_is_taken_over_without_waiting_for_that_one() -> None:
+    config = FleetConfig(fleet="f")
     slots = [{"phase": "ready"}, {"phase": "parked"}]
-    monkeypatch.setattr(supervisor, "_pools", SimpleNamespace(slots=lambda: slots))
-    assert supervisor._all_in_place()
+    assert all_in_place(slots, config)
     slots[0]["renewed_later"] = True  # between two workers of a rolling restart all are ready
-    assert not supervisor._all_in_place()
+    assert not all_in_place(slots, config)
     for phases in (["ready", "starting"], []):
-        slots[:] = [{"phase": phase} for phase in phases]
-        assert not supervisor._all_in_place()
+        assert not all_in_place([{"phase": phase} for phase in phases], config)
 
 
 def test_a_start_without_news_shows_what_it_waits_for(
@@ -209,11 +206,11 @@ def test_a_start_without_news_shows_what_it_waits_for(
     monkeypatch.setattr(supervisor, "_pools", SimpleNamespace(slots=lambda: slots))
 
     def start() -> None:
-        supervisor._show_start({})
+        supervisor._show_start()
         wait_for(lambda: "waiting for the router" in told)
         for slot in slots[1:]:
             slot["phase"] = "starting"
-        supervisor._show_start({})
+        supervisor._show_start()
         waits = "waiting for worker-1, worker-2, worker-3 and 2 more workers"
         wait_for(lambda: told[-2:] == [waits, waits])
         raise FleetError("that is all")
@@ -254,13 +251,13 @@ def test_the_state_has_what_a_change_waits_for(
     supervisor = Supervisor(FleetConfig(fleet="f"), tmp_path / "fleet.yaml", lambda _: None)
     slot = {"worker_id": "worker-0", "phase": "starting"}
     states: list[str] = []
-    monkeypatch.setattr(supervisor, "_note_state", lambda: states.append(supervisor._change_awaits))
+    monkeypatch.setattr(supervisor, "_note_state", lambda: states.append(supervisor._file.awaits))
     supervisor._note_awaited([slot])
     assert states == []  # a worker that was killed is no change of the file
-    supervisor._changing = Changes()
+    supervisor._file.changing = Changes()
     for phase in ("starting", "starting", "ready"):
         supervisor._note_awaited([{**slot, "phase": phase}])
-    supervisor._rolling = True
+    supervisor._file._rolling = True
     supervisor._note_awaited([{**slot, "phase": "ready"}])
     supervisor._end_change()
     assert states == ["worker-0", "", "the new routers", ""]
@@ -305,7 +302,8 @@ def test_a_fleet_that_serves_is_taken_over_with_a_worker_that_cannot_start(
         routers = SimpleNamespace(exit_codes=[None])
         if adopted:
             slots[1]["epoch"] = 7
-            supervisor._show_start({"decode-1": 1})
+            supervisor._shown._first["decode-1"] = 1
+            supervisor._show_start()
             supervisor._wait_until_ready(routers)
             assert "decode-1 waiting, epoch 8 (no node had room)" in told
         else:

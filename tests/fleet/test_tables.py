@@ -84,7 +84,7 @@ def test_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
         "free_gpus": 0,
         "workers": [WORKER],
     }
-    monkeypatch.setattr(orders, "reach", lambda *_: None)
+    monkeypatch.setattr("fleet.cli.reach.FleetAddress.reach", lambda *_: None)
     monkeypatch.setattr(orders, "order", lambda *_, **__: [node])
     text = CliRunner().invoke(app, ["nodes"], env={"COLUMNS": "80"}).output
     assert "…" not in text

@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.tenants.erasures import Erasures
-from baton.tenants.quotas import SharedQuotas
-from baton.tenants.shared_limits import SharedLimits
 from fleet.cli import tenants as command
 from fleet.cli.main import app
 from router.frontend.operators.deletion import command as deletion
@@ -32,9 +29,7 @@ async def fleet(make_fleet, registry):
     return await make_fleet(
         {"decode-0": None},
         api_keys={},
-        limits=SharedLimits(registry),
-        quotas=SharedQuotas(registry),
-        erasures=Erasures(registry),
+        registry=registry,
     )
 
 
@@ -82,7 +77,7 @@ async def test_retention_is_set_and_unset(fleet) -> None:
     )
     shown = (await run(fleet, "ls")).split("\n")
     assert [line.strip() for line in shown if "team" in line] == ["team    keep_s 0, log_text on"]
-    policies = fleet.router.settings.policies
+    policies = fleet.router.policies
     assert policies.of("team").keep_s == 0 and not fleet.router.quotas.quotas.has_limits("team")
     unset = ("--keep-s", "default", "--log-text", "default")
     assert await run(fleet, "set", "team", *unset) == "team: no limits\n"

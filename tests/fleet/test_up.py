@@ -126,6 +126,7 @@ def worker_of(url: str, worker_id: str) -> dict[str, Any]:
     return next(w for w in fleet_of(url)["workers"] if w["id"] == worker_id)
 
 
+@pytest.mark.costly
 def test_the_whole_story_from_make_serve_to_an_empty_machine(serve: Serve) -> None:
     """What a newcomer does, then a killed worker, then a signal to make alone."""
     shared_memory = {cores_file(), *Path("/dev/shm").iterdir()}  # that file is for every fleet

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from baton.tenants.usage.shared import SharedUsage
 from fleet.cli import usage as command
 from fleet.cli.main import app
 from fleet.cli.usage import _print_table
@@ -35,7 +34,7 @@ def run(url: str, *arguments: str, code: int = 0) -> str:
 
 
 async def test_the_command_shows_a_table_csv_and_json(make_fleet, registry) -> None:
-    fleet = await make_fleet({"decode-0": None}, usage=SharedUsage(registry))
+    fleet = await make_fleet({"decode-0": None}, registry=registry)
     for tenant in ("team", "team", "free"):
         await fleet.chat(headers={"x-baton-tenant": tenant})
     await fleet.chat(headers={"x-baton-tenant": "free"}, n=-1)
@@ -61,7 +60,7 @@ async def test_the_command_shows_a_table_csv_and_json(make_fleet, registry) -> N
 async def test_requests_in_the_first_second_of_an_hour_are_shown(
     make_fleet, registry, monkeypatch
 ) -> None:
-    fleet = await make_fleet({"decode-0": None}, usage=SharedUsage(registry))
+    fleet = await make_fleet({"decode-0": None}, registry=registry)
     await fleet.chat(headers={"x-baton-tenant": "team"})
     now_s = int(time.time())
     monkeypatch.setattr(command, "time", SimpleNamespace(time=lambda: now_s - now_s % 3600 + 0.5))

@@ -73,6 +73,7 @@ def pools_in_memory() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:baton-kv")
 
 
+@pytest.mark.costly
 async def test_an_actor_begins_its_next_life_and_keeps_nothing_of_the_last(
     monkeypatch: pytest.MonkeyPatch, redis_server: EmbeddedRedis
 ) -> None:

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from baton.config.fleet_file import FleetConfig
-from fleet.pools.resources import worker_settings
+from fleet.pools.resources import ControllerSpec, worker_settings
+from fleet.pools.slots import Launch
 from tests.hosts.rig.cluster import start_ray
 from tests.hosts.rig.namespaces import HOME, Host, Rig
 
@@ -171,17 +172,15 @@ def start_worker(host: Host, worker_id: str, config: FleetConfig) -> None:
 
     The fleet's token is in ``fleet.token`` there.
     """
-    settings = worker_settings(
-        config,
-        worker_id=worker_id,
-        role=worker_id.partition("-")[0],
-        epoch=1,
+    spec = ControllerSpec(
+        config_json="",
         redis_url=config.redis,
         fleet_token="",
         fleet_token_file=f"{HOME}/fleet.token",
         host=host.address,
         log_dir=HOME,
     )
+    settings = worker_settings(config, Launch(worker_id, worker_id.partition("-")[0], 1), spec)
     process = host.start(
         f"exec {sys.executable} -m fleet.worker.worker 2> {HOME}/{worker_id}.log",
         stdin=subprocess.PIPE,

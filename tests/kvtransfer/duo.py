@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from baton.engine.core.sequence import EngineRequest, Kind
 from baton.engine.core.speculative.proposers import Speculation
 from baton.types import events as ev
-from kvtransfer import chunk, receiver, sender
+from kvtransfer import chunk, receiver_actions, sender
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
 from kvtransfer.sender import HandoffSender, SenderState
@@ -269,39 +269,39 @@ class Duo:
 
     # -- inside ----------------------------------------------------------------
 
-    def act(self, handover: Handover, actions: list[receiver.Action]) -> None:
+    def act(self, handover: Handover, actions: list[receiver_actions.Action]) -> None:
         scheduler = self.decode.core.scheduler
         for action in actions:
             match action:
-                case receiver.OpenStream():
+                case receiver_actions.OpenStream():
                     self.open(handover, action)
-                case receiver.BindPages():
+                case receiver_actions.BindPages():
                     self.tell(scheduler.bind, handover.name, action.generation)
-                case receiver.Pull():
+                case receiver_actions.Pull():
                     handover.asked.extend(
                         (handover.intake.generation, handover.life, kv_slice, action.epoch)
                         for kv_slice in action.kv_slices
                     )
-                case receiver.CommitKv():
+                case receiver_actions.CommitKv():
                     assert handover.first is not None
                     first = [handover.first]
                     generation = action.generation
                     self.tell(scheduler.commit, handover.name, generation, first, self.now_ns)
-                case receiver.CloseStream():
+                case receiver_actions.CloseStream():
                     handover.heard.clear()
                     handover.opened += 1
                     if handover.out is not None:
                         end = handover.out.release if action.release else handover.out.cancel
                         self.give(handover.out_id, end())
-                case receiver.AskForPeer():
+                case receiver_actions.AskForPeer():
                     assert handover.intake.state is ReceiverState.NO_PEER
                     own_deed = any(word in action.reason for word in DEEDS)
                     if handover.target_life != self.life and not own_deed:
                         assert action.peer_died, f"a death told as: {action.reason}"
                     handover.needs_peer = True
-                case receiver.Drained():
+                case receiver_actions.Drained():
                     self.tell(scheduler.drained, handover.name, action.generation)
-                case receiver.TakeOver():
+                case receiver_actions.TakeOver():
                     first = None if handover.first is None else [handover.first]
                     self.tell(scheduler.compute_locally, handover.name, first)
 
@@ -309,7 +309,7 @@ class Duo:
         """Send a command to the decode engine."""
         self.commands.append(lambda: command(*arguments))
 
-    def open(self, handover: Handover, action: receiver.OpenStream) -> None:
+    def open(self, handover: Handover, action: receiver_actions.OpenStream) -> None:
         handover.opened += 1  # pulls go on: they do not hang on the control stream
         stream = handover.opened
         if handover.target_life != self.life:  # the address of a dead incarnation

@@ -14,6 +14,7 @@ import secrets
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import grpc.aio
 import numpy as np
@@ -29,11 +30,11 @@ from baton.wire.fleet_token import FleetToken, TokenInterceptor
 from baton.wire.grpc_channels import Channels
 from baton.wire.grpc_options import WORKER_OPTIONS
 from kvtransfer import chunk, sender
-from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.kv_slice import KvSlice, cut
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
 from kvtransfer.transport import Frame, Peer, ServingSide, Transport
 from kvtransfer.transports import TRANSPORTS, servers
+from tests.kvtransfer.damaged_frames import DamagingSource
 
 TOKEN = "token"
 KEY = ("request", 1, 7)
@@ -97,13 +98,8 @@ class SendingEnd:
             )
             self.machine.published(event)
         self.given_back: list[sender.GiveBack] = []
-        self.source = PoolSource(
-            self.view,
-            self.incarnation,
-            self._find,
-            tamperer=FrameTamperer.parse(fault),
-            encodings=encodings,
-        )
+        made = partial(DamagingSource, fault) if fault else PoolSource
+        self.source = made(self.view, self.incarnation, self._find, encodings=encodings)
 
     def scribble(self, seed: int) -> None:
         """What other requests do with pages that were given back."""

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.chunk import ChunkError, payload_bytes
-from kvtransfer.fault_injection import KINDS
 from kvtransfer.int8_chunks import decode_int8, encode_int8
 from kvtransfer.transports import CARRY_INT8
+from tests.kvtransfer.damaged_frames import KINDS
 from tests.kvtransfer.edge_ends import BLOCKS, GEOMETRY, OURS, SendingEnd, reading_end, slices
 
 DIM = 16

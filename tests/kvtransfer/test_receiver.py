@@ -9,17 +9,8 @@ import pytest
 from baton.types.events import Published
 from baton.types.geometry import KvGeometry
 from kvtransfer.kv_slice import KvSlice, cut
-from kvtransfer.receiver import (
-    MAX_REOPENS,
-    AskForPeer,
-    CloseStream,
-    HandoffReceiver,
-    KvLoaded,
-    LoadKv,
-    OpenStream,
-    Pull,
-    ReceiverState,
-)
+from kvtransfer.receiver import MAX_REOPENS, HandoffReceiver, ReceiverState
+from kvtransfer.receiver_actions import AskForPeer, CloseStream, KvLoaded, LoadKv, OpenStream, Pull
 from kvtransfer.sender import HandoffSender
 
 GEOMETRY = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=64, dtype="bf16")

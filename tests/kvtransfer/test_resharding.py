@@ -15,7 +15,7 @@ from batonpb import prefill_pb2 as pb
 from baton.engine.core.split import owned_heads, rank_geometries
 from baton.types.events import PromptDone, Published
 from baton.types.geometry import KvGeometry
-from kvtransfer import chunk, receiver, sender
+from kvtransfer import chunk, receiver_actions, sender
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.rank_pools import RankPools
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
@@ -113,16 +113,16 @@ def hand_off(giving: Replica, taking: Replica, heads: int) -> dict[Cell, bytes]:
     committed = False
     while actions:
         match actions.pop(0):
-            case receiver.Pull(kv_slices, epoch):
+            case receiver_actions.Pull(kv_slices, epoch):
                 assert not committed
                 for kv_slice in kv_slices:
                     assert told.may_read(kv_slice)
                     assert machine.frame_arrived(kv_slice, epoch)
                     said.update(move(kv_slice, giving, taking))
                     actions += machine.frame_stored(kv_slice, epoch, 0)
-            case receiver.CommitKv():
+            case receiver_actions.CommitKv():
                 committed = True
-            case receiver.AskForPeer(reason):
+            case receiver_actions.AskForPeer(reason):
                 pytest.fail(reason)
     assert committed
     return said
@@ -176,7 +176,7 @@ def test_nothing_is_committed_before_the_last_edge_is_there(senders: int, receiv
         actions = machine.bound(1, taking.pages)
         while actions:
             match actions.pop(0):
-                case receiver.Pull(kv_slices, epoch):
+                case receiver_actions.Pull(kv_slices, epoch):
                     for kv_slice in kv_slices:
                         head = kv_slice.head_begin
                         if head in late[0] and head in late[1]:
@@ -184,14 +184,14 @@ def test_nothing_is_committed_before_the_last_edge_is_there(senders: int, receiv
                         else:
                             assert machine.frame_arrived(kv_slice, epoch)
                             actions += machine.frame_stored(kv_slice, epoch, 0)
-                case receiver.CommitKv():
+                case receiver_actions.CommitKv():
                     pytest.fail(f"committed without {late}")
         assert held_back
         for kv_slice in held_back:
             assert machine.state is ReceiverState.PULLING
             assert machine.frame_arrived(kv_slice, machine.epoch)
             actions = machine.frame_stored(kv_slice, machine.epoch, 0)
-        assert receiver.CommitKv(1) in actions
+        assert receiver_actions.CommitKv(1) in actions
 
 
 def test_a_commit_record_without_a_ranks_heads_is_not_believed() -> None:
@@ -203,4 +203,6 @@ def test_a_commit_record_without_a_ranks_heads_is_not_believed() -> None:
     done = PromptDone(request_id="request", first=(), cached_tokens=0, queue_ns=0, prefill_ns=0)
     record = told.prompt_done(done)[1]
     said = (record.rectangles, record.payload_bytes, record.valid_tokens, record.manifest)
-    assert any(isinstance(action, receiver.AskForPeer) for action in machine.commit_record(*said))
+    assert any(
+        isinstance(action, receiver_actions.AskForPeer) for action in machine.commit_record(*said)
+    )

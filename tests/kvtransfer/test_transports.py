@@ -12,9 +12,9 @@ import pytest
 
 from kvtransfer import sender
 from kvtransfer.chunk import ChunkError, GoneError
-from kvtransfer.fault_injection import KINDS
 from kvtransfer.transport import TransportError
 from kvtransfer.transports import FALLBACK, TRANSPORTS
+from tests.kvtransfer.damaged_frames import KINDS
 from tests.kvtransfer.edge_ends import (
     BLOCKS,
     LEASE_NS,

@@ -105,7 +105,7 @@ class MovedAnswer(Climber):
 
     @property
     def _active(self) -> list:
-        return [one for one in self.fleet.gateway._active.values() if not one.record.ended]
+        return [one for one in self.fleet.gateway.active.values() if not one.record.ended]
 
     def _written(self, size: int) -> bool:
         return any(

@@ -10,8 +10,6 @@ from pathlib import Path
 import httpx
 import psutil
 
-from baton.config.fleet_file import DEFAULT_MODEL
-from baton.registry.event_feed import EventFeed
 from baton.registry.redis_store import Registry
 from baton.registry.workers import RegistryWatcher
 from baton.wire.fleet_token import FleetToken
@@ -19,7 +17,7 @@ from router.app import build_app
 from router.frontend.http.protocol import server_config
 from router.process import Process
 from router.served_model import ServedModel
-from router.settings import RouterSettings
+from router.sources import LaneTables
 from tests.router.conftest import process_of, until
 from tests.router.quick_server import QuickServer
 from tests.workers.harness import TOKEN, WorkerProcess
@@ -76,7 +74,7 @@ class LadderFleet:
         self.deaths: list[str] = []
         self._avoided = ""
         on_dead = self.table._listener.on_dead
-        quote = self.gateway._placer.quote
+        quote = self.gateway.placer.quote
 
         def note(link, incarnation, reason, *, died):
             self.deaths.append(f"{link.worker_id}: {reason}")
@@ -86,7 +84,7 @@ class LadderFleet:
             return quote(request, avoid or self.incarnation(self._avoided))
 
         self.table._listener.on_dead = note
-        self.gateway._placer.quote = quote_elsewhere
+        self.gateway.placer.quote = quote_elsewhere
 
     def incarnation(self, name: str) -> bytes:
         return self.workers[name].record.incarnation if name else b""
@@ -219,20 +217,20 @@ async def ladder_fleet(
             return worker
 
         started = await asyncio.gather(*map(start, names))
-        router_settings = RouterSettings(
-            model=DEFAULT_MODEL, model_names=("default",), fleet_token=FleetToken(TOKEN)
-        )
         served = ServedModel(
             artifact, ("default",), max_context_tokens=context_tokens, emulated=True
         )
         router = process_of(
-            router_settings, served, RegistryWatcher(registry), events=EventFeed(registry)
+            served,
+            RegistryWatcher(registry),
+            LaneTables.of(registry),
+            fleet_token=FleetToken(TOKEN),
         )
         app = build_app(router)
         config = server_config(
             app,
             router.metrics,
-            router_settings.clients,
+            router.settings.clients,
             port=0,
             timeout_graceful_shutdown=1,
         )

@@ -68,6 +68,7 @@ def is_long(case: Case) -> bool:
     return case.ranks > 1 or case.speculation == "draft"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "case",
     [
@@ -109,6 +110,7 @@ def test_the_covering_set_covers_every_pair() -> None:
     assert set().union(*(pairs_of(case) for case in sample())) == wanted
 
 
+@pytest.mark.costly
 def test_the_page_on_exactness_says_what_is_covered() -> None:
     committed = table.PAGE.read_text(encoding="utf-8")
     assert committed == table.page(), "run: python -m tests.matrix.table"

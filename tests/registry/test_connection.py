@@ -88,7 +88,8 @@ def server_name(server: Server) -> str:
 async def test_the_rule_for_a_user_is_enough_for_all_that_a_fleet_sends(server: Server) -> None:
     url = f"redis://fleet:a-password@127.0.0.1:{server.port}/0"
     assert await check_external(url, "users") == server_name(server)
-    registry = await Registry.connect(url, "users")
+    registry = Registry(url, "users")
+    await registry.birth()
     assert await registry.take_tickets(2, above=10) > 10
     await registry.close()
 
@@ -114,7 +115,8 @@ async def test_a_password_file_is_read_for_each_connection(server: Server, tmp_p
     file = tmp_path / "password"
     file.write_text("a-password\n")
     url = f"redis://fleet@127.0.0.1:{server.port}/0?password_file={file}"
-    registry = await Registry.connect(url, "rotates")
+    registry = Registry(url, "rotates")
+    await registry.birth()
     with server.client() as operator:
         operator.execute_command("ACL", "SETUSER", "fleet", "resetpass", ">another-password")
         try:
@@ -139,7 +141,8 @@ async def test_tls_wants_a_certificate_of_a_known_ca_for_the_host(
     ca, certificate, key = certificates(tmp_path)
     with by_tls(server.port, certificate, key) as port:
         url = f"rediss://fleet:a-password@127.0.0.1:{port}/0"
-        registry = await Registry.connect(f"{url}?ca_file={ca}", "by-tls")
+        registry = Registry(f"{url}?ca_file={ca}", "by-tls")
+        await registry.birth()
         assert await registry.birth()
         await registry.close()
         assert await check_external(f"{url}?ca_file={ca}") == server_name(server)

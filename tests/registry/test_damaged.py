@@ -41,7 +41,7 @@ async def damaged_entry(registry: Registry) -> None:
 
     async def later() -> None:  # when the reader has met FIRST
         await asyncio.sleep(0.5)
-        await registry.send(registry.streams.append(FIRST, "n", 2, *fields))
+        await registry.send(registry.blocks.streams.append(FIRST, "n", 2, *fields))
 
     await asyncio.gather(later())
 
@@ -88,4 +88,4 @@ async def test_names_that_are_no_text_hide_no_others(registry: Registry) -> None
 
 async def test_a_worker_finds_a_mark_of_another_version_and_writes_its_own(registry: Registry):
     await another_mark(registry)
-    assert await registry.refresh(FIRST) is None
+    assert await registry.blocks.refresh(FIRST) is None

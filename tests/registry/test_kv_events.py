@@ -16,6 +16,7 @@ from baton.registry.redis_store import Registry
 from baton.registry.types import EventBatch, Forget, Snapshot, hashes_checksum, split_hashes
 from fleet.local.redis_server import EmbeddedRedis
 from tests.registry.conftest import Reader, eventually
+from tests.soak import examples
 
 
 def stream_of(incarnation: bytes) -> str:
@@ -107,7 +108,7 @@ async def test_a_set_that_redis_evicted_is_published_again(
 ) -> None:
     held = hashes(50)
     publisher.publish(stored=held)
-    await eventually(lambda: publisher.checksum == hashes_checksum(held))
+    await eventually(lambda: publisher._ledger.checksum == hashes_checksum(held))
     with raw(redis_server) as client:
         for key in client.keys("*:log") + client.keys("*:blocks"):
             client.delete(key)
@@ -132,7 +133,7 @@ async def test_a_long_log_is_folded_and_readers_need_not_know(
     with raw(redis_server) as client:
         await eventually(lambda: all(client.llen(key) <= 4 for key in client.keys("*:log")))
         assert len(client.keys("*:blocks")) == 1
-    answer = await reader.feed._registry.snapshot(publisher._ledger.incarnation)
+    answer = await reader.feed._registry.blocks.snapshot(publisher._ledger.incarnation)
     assert answer is not None
     assert answer[0].hashes == held
     assert answer[0].checksum == answer[1]
@@ -140,12 +141,12 @@ async def test_a_long_log_is_folded_and_readers_need_not_know(
 
 async def test_what_a_log_holds_is_in_the_snapshot(registry: Registry) -> None:
     first, second = hashes(9), hashes(4)
-    await registry.publish_snapshot(
+    await registry.blocks.publish_snapshot(
         Snapshot(incarnation=b"i" * 16, sequence=1, packed=b"".join(first)), 0
     )
     for number, batch in enumerate(((first[:0], first[:3], False), (second, first[3:4], False)), 2):
         stored, removed, cleared = batch
-        await registry.publish(
+        await registry.blocks.publish(
             EventBatch(
                 incarnation=b"i" * 16,
                 sequence=number,
@@ -155,10 +156,10 @@ async def test_what_a_log_holds_is_in_the_snapshot(registry: Registry) -> None:
             ),
             0,
         )
-    answer = await registry.snapshot(b"i" * 16)
+    answer = await registry.blocks.snapshot(b"i" * 16)
     assert answer is not None
     assert (answer[0].sequence, answer[0].hashes) == (3, {*first[4:], *second})
-    assert await registry.refresh(b"i" * 16) == (3, 0, 1, 2)
+    assert await registry.blocks.refresh(b"i" * 16) == (3, 0, 1, 2)
 
 
 async def test_events_lost_from_a_trimmed_stream_are_noticed(
@@ -202,7 +203,7 @@ async def test_a_dead_incarnation_is_forgotten_at_once(
     publisher.publish(stored=hashes(200))
     await eventually(lambda: len(reader.hashes) == 1)
     await publisher.stop()
-    await registry.forget(*reader.hashes)
+    await registry.blocks.forget(*reader.hashes)
     await eventually(lambda: not reader.hashes)
     with raw(redis_server) as client:
         assert not client.keys("*:blocks") and not client.keys("*:mark")
@@ -221,7 +222,7 @@ async def test_the_marks_of_many_workers_are_read_some_at_a_time(
             if number != 7:
                 pipe.set(f"baton:{{test}}:kv:{one.hex()}:mark", f"{number} {number + 1}")
         pipe.execute()
-    parts = [part async for part in registry.marks(await registry.refreshes())]
+    parts = [part async for part in registry.blocks.marks(await registry.blocks.refreshes())]
     assert len(parts) == 3 and max(map(len, parts)) <= 128
     read = {one: mark for part in parts for one, mark in part.items()}
     assert read == {one: (n, n + 1) for n, one in enumerate(many) if n != 7}
@@ -242,7 +243,7 @@ async def publish_one_by_one(publisher: KvEventPublisher, names: list[bytes]) ->
     await publisher.stop()
     for name in names:
         ledger.change(stored=[name])
-        await registry.publish(ledger.take_batch(), ledger.checksum)
+        await registry.blocks.publish(ledger.take_batch(), ledger.checksum)
     publisher.start()
 
 
@@ -289,11 +290,11 @@ async def test_streams_take_no_more_memory_than_they_may(
     incarnation = secrets.token_bytes(16)
     for number in range(1, 401):
         batch = EventBatch(incarnation=incarnation, sequence=number, stored=tuple(hashes(500)))
-        await registry.publish(batch, 0)
+        await registry.blocks.publish(batch, 0)
     stream = stream_of(incarnation)
     with raw(redis_server) as client:
         assert client.memory_usage(stream) > 3 << 20
-        await registry.refresh(incarnation)
+        await registry.blocks.refresh(incarnation)
         assert client.memory_usage(stream) < 1.3 * (1 << 20)
         (last,) = client.xrevrange(stream, count=1)
         assert last[1][b"n"] == b"400"
@@ -307,7 +308,7 @@ async def test_events_of_workers_of_the_version_before_are_read(
     """They have one stream for all. A router of that version finds ours by their marks."""
     incarnation, held = secrets.token_bytes(16), hashes(3)
     snapshot = Snapshot(incarnation=incarnation, sequence=1, packed=b"".join(held[:2]))
-    await registry.publish_snapshot(snapshot, snapshot.checksum)
+    await registry.blocks.publish_snapshot(snapshot, snapshot.checksum)
     await eventually(lambda: reader.hashes == {incarnation: set(held[:2])})
     fields = {"i": incarnation, "n": 2, "k": "b", "s": held[2], "r": b"", "c": 0}
     with raw(redis_server) as client:
@@ -327,7 +328,7 @@ CHANGES = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(CHANGES)
 def test_reader_and_worker_agree_after_any_losses(
     changes: list[tuple[list[bytes], list[bytes], bool, str]],

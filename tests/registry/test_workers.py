@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import redis
 
-from baton.registry import redis_store
+from baton.registry import worker_blocks
 from baton.registry.admin_commands import AdminCommands
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import EventBatch, WorkerRecord
@@ -131,7 +131,7 @@ async def test_a_list_that_nobody_changed_is_not_read_four_times_a_second(
     assert len(await watcher.poll()) == 1
     await registry.heartbeat(record)
     assert await watcher.poll() == [] and len(reads) == 1, "a heartbeat is no news"
-    await registry.write_slot(msgspec.structs.replace(record, state="draining"))
+    await registry.write_slots([msgspec.structs.replace(record, state="draining")])
     assert len(await watcher.poll()) == 1 and len(reads) == 2
     now_s[0] += WHOLE_S
     assert await watcher.poll() == [] and len(reads) == 3, "a change that nobody told is found"
@@ -153,7 +153,7 @@ async def test_a_silent_worker_leaves_the_list_after_a_while(
 
 async def test_connecting_to_nothing_is_one_typed_error() -> None:
     with pytest.raises(RegistryUnavailableError):
-        await Registry.connect("redis://127.0.0.1:1/0", "test")
+        await Registry("redis://127.0.0.1:1/0", "test").birth()
 
 
 async def test_a_connection_counts_the_calls_that_failed(
@@ -223,7 +223,7 @@ async def test_many_slots_are_written_at_once_and_many_calls_wait_for_a_connecti
     """Defect 11: with more than eight workers some records were never written."""
     many = [worker(f"prefill-{n}") for n in range(40)]
     await registry.write_slots(many[:20])
-    await asyncio.gather(*(registry.write_slot(one) for one in many[20:]))
+    await asyncio.gather(*(registry.write_slots([one]) for one in many[20:]))
     slots, _ = await registry.records()
     assert len(slots) == 40
 
@@ -232,11 +232,13 @@ async def test_a_host_whose_clock_is_ahead_takes_nobody_off_the_index(
     registry: Registry, monkeypatch
 ) -> None:
     """Defect 12: only Redis' own clock lets an incarnation expire."""
-    await registry.publish(EventBatch(incarnation=b"a" * 16, sequence=1, stored=(b"n" * 16,)), 0)
-    monkeypatch.setattr(redis_store, "_now_ms", lambda: (time.time_ns() // 10**6) + 3_600_000)
-    await registry.publish(EventBatch(incarnation=b"b" * 16, sequence=1, stored=()), 0)
-    await registry.refresh(b"b" * 16)
-    live = [part async for part in registry.marks(await registry.refreshes())]
+    await registry.blocks.publish(
+        EventBatch(incarnation=b"a" * 16, sequence=1, stored=(b"n" * 16,)), 0
+    )
+    monkeypatch.setattr(worker_blocks, "_now_ms", lambda: (time.time_ns() // 10**6) + 3_600_000)
+    await registry.blocks.publish(EventBatch(incarnation=b"b" * 16, sequence=1, stored=()), 0)
+    await registry.blocks.refresh(b"b" * 16)
+    live = [part async for part in registry.blocks.marks(await registry.blocks.refreshes())]
     assert set().union(*live) == {b"a" * 16, b"b" * 16}
 
 

@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import httpx
@@ -17,16 +17,18 @@ from fastapi import FastAPI
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.model.artifact import resolve_model
+from baton.registry.redis_store import Registry
 from baton.registry.types import WorkerRecord
 from baton.wire.fleet_token import FleetToken
 from router.app import build_app
 from router.frontend.http.protocol import server_config
 from router.process import Process
 from router.served_model import ServedModel
-from router.settings import RouterSettings
-from router.sources import LaneSources, Sources
+from router.settings import ProcessSettings
+from router.sources import LaneSources, LaneTables, Sources
 from tests.router.emulated_worker import EmulatedWorker, Script
 from tests.router.quick_server import QuickServer
+from tests.router.settings import settings_of
 from tests.router.static_directory import StaticDirectory
 
 MODEL = "smollm2"
@@ -44,10 +46,15 @@ def model(artifact):
     return ServedModel(artifact, (MODEL, "alias"))
 
 
-def process_of(settings: RouterSettings, model: ServedModel, directory, **sources) -> Process:
-    """A router with one lane; ``sources`` are those of the lane."""
-    lane = LaneSources(directory=directory, **sources)
-    return Process([(settings, model, lane)], Sources())
+def process_of(model: ServedModel, directory, tables=None, **settings) -> Process:
+    """A router with one lane."""
+    core, lane = settings_of(*model.names, **settings)
+    return Process(core, None, [(lane, model, LaneSources(directory, tables))], None)
+
+
+def sources_of(registry: Registry, **parts) -> Sources:
+    """The sources in Redis, with ``parts`` in place of some."""
+    return replace(Sources.of(ProcessSettings(), registry, lambda _: None), **parts)
 
 
 def free_port() -> int:
@@ -144,25 +151,32 @@ class Fleet:
 async def make_fleet(model):
     """Call with worker ids and scripts: ``await make_fleet({"decode-0": Script()}, port=…)``."""
     fleets: list[tuple[Fleet, asyncio.Task]] = []
+    registries: list[Registry] = []
 
-    async def make(workers: dict[str, Script | None], served=model, others=(), **more) -> Fleet:
-        """``more``: sources of the process or its first lane, and settings."""
-        sources = {name: more.pop(name) for name in more.keys() & SOURCES}
-        lane = {name: more.pop(name) for name in more.keys() & {"demands", "commands"}}
-        token = FleetToken("secret")
-        settings = RouterSettings(
-            model=DEFAULT_MODEL, model_names=served.names, **{"fleet_token": token} | more
-        )
+    async def make(
+        workers: dict[str, Script | None],
+        served=model,
+        others=(),
+        registry: Registry | None = None,
+        tables: LaneTables | None = None,
+        **more,
+    ) -> Fleet:
+        """``more``: settings, and sources in place of those in ``registry``."""
+        parts = {name: more.pop(name) for name in more.keys() & SOURCES}
+        sources = sources_of(registry, **parts) if registry is not None else None
+        registries.extend(filter(None, (registry, tables and tables.tickets)))
+        api_keys = more.pop("api_keys", None)
+        core, settings = settings_of(*served.names, **{"fleet_token": FleetToken("secret")} | more)
         directory = StaticDirectory()
-        first = (settings, served, LaneSources(directory=directory, **lane))
-        process = Process([first, *others], Sources(**sources))
+        first = (settings, served, LaneSources(directory, tables))
+        process = Process(core, api_keys, [first, *others], sources)
         app, metrics = build_app(process), process.metrics
         server = QuickServer(
-            server_config(app, metrics, settings.clients, port=0, timeout_graceful_shutdown=1)
+            server_config(app, metrics, core.settings.clients, port=0, timeout_graceful_shutdown=1)
         )
         server.capture_signals = contextlib.nullcontext
         task = asyncio.create_task(server.serve())
-        await until(lambda: server.started)
+        await until(lambda: server.started, 15.0)  # Redis may hang: three tables wait for it
         fleet = Fleet(process, app, server, directory)
         fleets.append((fleet, task))
         for worker_id, script in workers.items():
@@ -173,6 +187,8 @@ async def make_fleet(model):
     for fleet, task in fleets:
         await fleet.close()
         await task
+    for used in registries:  # a router connects again if a test has closed its registry before it
+        await used.close()
 
 
 def events_of(text: str) -> list:

@@ -46,7 +46,7 @@ async def pair(
                 numerics="fast",
                 max_context_tokens=2048,
                 external=external,
-                fault_injection="flip:3",
+                damage="flip:3",
             )
             undo.push_async_callback(worker.stop)
             return worker

@@ -66,9 +66,14 @@ class WorkerProcess:
         worker_id: str,
         program: str = "fleet.worker.worker",
         ready_s: float = 60.0,
+        damage: str = "",
         **changes: object,
     ) -> "WorkerProcess":
+        """``damage`` is that of its frames, as for `FrameTamperer.parse`."""
         settings = msgspec.json.encode(emulated_settings(worker_id, **changes))
+        if damage:
+            program = "tests.workers.damaging_worker"
+            settings = damage.encode() + b"\n" + settings
         process = await PreloadedProcess.start(program, settings)
         line = await asyncio.wait_for(process.stdout.readline(), ready_s)
         return cls(process, msgspec.json.decode(line, type=WorkerRecord))

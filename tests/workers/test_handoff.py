@@ -285,7 +285,7 @@ SLOW_DAMAGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("swap", "
 
 @pytest.mark.parametrize("damage", ["flip", "incarnation", *SLOW_DAMAGE])
 async def test_damage_now_and_then_is_repaired(damage):
-    async with workers("prefill-0", "decode-0", prefill_fault_injection=f"{damage}:3") as (
+    async with workers("prefill-0", "decode-0", prefill_damage=f"{damage}:3") as (
         prefill,
         decode,
     ):
@@ -301,7 +301,7 @@ async def test_damage_now_and_then_is_repaired(damage):
 
 @pytest.mark.parametrize("damage", ["flip", "incarnation", "torn"])
 async def test_damage_that_never_stops_is_given_up_and_never_shown(damage):
-    async with workers("prefill-0", "decode-0", prefill_fault_injection=f"{damage}:1") as (
+    async with workers("prefill-0", "decode-0", prefill_damage=f"{damage}:1") as (
         prefill,
         decode,
     ):

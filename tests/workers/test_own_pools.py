@@ -69,7 +69,7 @@ async def test_two_ranks_of_own_pools_hand_over_to_one_and_back_and_die_as_one(
         model=model,
         rank_memory="own",
         prefill_tensor_parallel=2,
-        prefill_fault_injection="flip:2:1",
+        prefill_damage="flip:2:1",
     ) as (prefill, decode):
         await both_ways(prefill, decode)
         assert sum((await counted(decode.record, "baton_chunks_repaired")).values()) > 0

@@ -59,7 +59,7 @@ async def test_each_gives_what_those_before_it_lack(way):
 
 @pytest.mark.parametrize("why", ["killed", slow("frozen"), slow("damage"), slow("lacks")])
 async def test_without_the_first_the_second_gives_all(why):
-    damage = {"decode_fault_injection": "flip:1"} if why == "damage" else {}
+    damage = {"decode_damage": "flip:1"} if why == "damage" else {}
     async with workers(*NAMES, transports=("grpc",), **damage) as (near, b, far):
         golden = await fill(near, far)
         async with behind_slow_link(near, SLOW / 20) as link, routed(b) as router:
@@ -80,7 +80,7 @@ async def test_without_the_first_the_second_gives_all(why):
 @pytest.mark.slow
 @pytest.mark.parametrize("why", ["killed", "damage", "another life"])
 async def test_without_the_second_what_the_first_gave_is_kept(why):
-    damage = {"decode_fault_injection": "flip:1"} if why == "damage" else {}
+    damage = {"decode_damage": "flip:1"} if why == "damage" else {}
     names = ("prefill-0", "prefill-1", "decode-2")
     async with workers(*names, transports=("grpc",), **damage) as (near, b, far):
         golden = await fill(near, far)

@@ -127,7 +127,7 @@ async def test_who_is_frozen_is_waited_for_a_moment_only_and_cancels_are_heard()
 @pytest.mark.parametrize("damage", ["flip:1", slow("torn:1"), slow("incarnation:1")])
 async def test_damage_is_never_cached(damage):
     """Every frame is damaged, by whatever transport: nothing of them is used."""
-    async with workers("decode-0", "prefill-1", decode_fault_injection=damage) as (a, b):
+    async with workers("decode-0", "prefill-1", decode_damage=damage) as (a, b):
         async with routed(a) as router:
             golden = await ask(router, "golden")
         async with routed(b) as router:

@@ -52,7 +52,7 @@ async def test_the_tokens_do_not_show_the_transport(transport: str) -> None:
 @pytest.mark.parametrize("damage", ["flip", pytest.param("swap", marks=pytest.mark.slow)])
 async def test_damage_on_the_bytes_of_grpc_is_repaired(damage: str) -> None:
     """The same on lent pages: ``test_damage_now_and_then_is_repaired``, whose workers have all."""
-    fault = {"prefill_fault_injection": f"{damage}:2", "prefill_transports": ("grpc",)}
+    fault = {"prefill_damage": f"{damage}:2", "prefill_transports": ("grpc",)}
     async with workers("prefill-0", "decode-0", **fault) as (prefill, decode):
         async with routed(decode) as router:
             for number in range(3):

@@ -34,7 +34,7 @@ async def pair(folder: Path, fault: str) -> AsyncIterator[tuple[WorkerProcess, M
                 model=write_llama(folder / name, vocab_size=RECORDED_VOCAB),
                 numerics="fast",
                 external=external,
-                fault_injection=fault,
+                damage=fault,
                 transports=("grpc",),  # frames have a payload to damage
             )
             undo.push_async_callback(worker.stop)

@@ -5,8 +5,7 @@ queue ──admission──▶ running ──▶ ended         reservations: cap
   └────preempted──────┘
 """
 
-import bisect
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.engine.core.blocks import BlockPool
@@ -15,11 +14,10 @@ from baton.engine.core.reservations import Reservation, Reservations, Reservatio
 from baton.engine.core.sequence import EngineRequest, Kind, TokenSequence
 from baton.engine.core.speculative.acceptance import SpareBlocks
 from baton.engine.core.tiers.tiers import KvTiers
+from baton.engine.core.waiting import WaitingQueue
 from baton.types import events as ev
 from baton.types.errors import UnavailableError
 from baton.types.geometry import context_tokens
-
-_MAX_RESTORES = 4  # queued requests whose blocks are restored from tiers at once
 
 
 class BatchLoad(NamedTuple):
@@ -41,10 +39,8 @@ class BatchState:
     """Sequences and reservations of one engine with their blocks; ``Scheduler`` decides over them.
 
     Attributes:
-        queue: Sequences and reservations that wait for blocks, in order.
+        queue: Sequences and reservations that wait for blocks.
         held: Finished prompts of PREFILL and HELD requests by request id, until they are released.
-        fetching: HELD requests whose blocks are being restored from a tier.
-        overtaking: Reservations outside the queue that wait only for blocks from a tier.
         tiers: KV tiers below the pool.
     """
 
@@ -55,11 +51,9 @@ class BatchState:
         self.spare = SpareBlocks(pool, self.reservations)
         self.events = self.reservations.events
         self.preemptions = 0
-        self.queue: list[TokenSequence | Reservation] = []
+        self.queue = WaitingQueue(pool, self.reservations, self.tiers)
         self.running: list[TokenSequence] = []
         self.held: dict[str, TokenSequence] = {}
-        self.fetching: dict[str, EngineRequest] = {}
-        self.overtaking: list[Reservation] = []
         self._next_sequence_id = 0
 
     def running_by_id(self) -> dict[int, TokenSequence]:
@@ -97,7 +91,7 @@ class BatchState:
 
     def has_work(self) -> bool:
         """Return whether any request may yield rows, now or after blocks are restored."""
-        return bool(self.running or self.queue or self.fetching or self.overtaking)
+        return bool(self.running or self.queue.has_work)
 
     def load(self) -> BatchLoad:
         """Return the current load."""
@@ -107,10 +101,10 @@ class BatchState:
             for reservation in self.reservations
             if reservation.state is not ReservationState.WAITING
         }
-        waiting = {item.request.request_id for item in self.queue} - running
+        waiting = {item.request.request_id for item in self.queue.items} - running
         queued_tokens = queued_context = answering = answering_context = 0
         coming_context = sum(reservation.tokens for reservation in self.reservations)
-        for item in [*self.running, *self.queue]:
+        for item in [*self.running, *self.queue.items]:
             if not isinstance(item, TokenSequence):
                 continue
             end = len(item.tokens)
@@ -132,13 +126,9 @@ class BatchState:
             coming_context,
         )
 
-    def available_blocks(self) -> int:
-        """Return the number of blocks that are neither in use nor promised."""
-        return self.pool.available() - self.reservations.reserved_blocks
-
     def sequences_of(self, request_id: str) -> list[TokenSequence]:
         """Return the request's running, waiting and held sequences."""
-        waiting = [item for item in self.queue if isinstance(item, TokenSequence)]
+        waiting = [item for item in self.queue.items if isinstance(item, TokenSequence)]
         held = [self.held[request_id]] if request_id in self.held else []
         sequences = [*self.running, *waiting, *held]
         return [sequence for sequence in sequences if sequence.request.request_id == request_id]
@@ -151,11 +141,9 @@ class BatchState:
         tables += self.tiers.tables()
         self.pool.check_integrity(tables, self.reservations.draining())
         self.tiers.check_integrity()
-        for item in self.queue:
+        for item in self.queue.items:
             if isinstance(item, TokenSequence) and item.blocks:
                 raise RuntimeError(f"waiting sequence {item.sequence_id} holds blocks")
-
-    # ---------------------------------------------------------------- sequences
 
     def new_sequence(self, request: EngineRequest, choice: int, tokens: list[int]) -> TokenSequence:
         """Return a sequence without blocks that reuses the prompt's known hashes."""
@@ -203,23 +191,6 @@ class BatchState:
         self.run(branch)
         return branch
 
-    def enqueue(self, item: TokenSequence | Reservation) -> None:
-        """Queue a sequence or a reservation in the order of its request."""
-        bisect.insort(self.queue, item, key=lambda waiting: waiting.request.order)
-
-    def await_kv(self, reservation: Reservation) -> None:
-        """Queue a reservation in the order of its request, or grant it at once.
-
-        A reservation without live choices needs no steps. It overtakes the queue if it takes at
-        most half of the available blocks.
-        """
-        need = self.pool.blocks_for(len(reservation.request.prompt) + 1)
-        overtakes = not reservation.request.live_choices and 2 * need <= self.available_blocks()
-        if overtakes and self._awaits_tier(reservation):
-            self.overtaking.append(reservation)
-        elif not (overtakes and self.reservations.grant(reservation)):
-            self.enqueue(reservation)
-
     def run(self, sequence: TokenSequence) -> None:
         """Add a sequence that has its blocks to the batch."""
         sequence.running = True
@@ -248,56 +219,6 @@ class BatchState:
         self.held[request.request_id] = sequence
         return sequence
 
-    def fetch(self, request: EngineRequest) -> bool:
-        """Start restoring a HELD request's blocks from a tier; False if none is restored."""
-        tokens = len(request.prompt)
-        hashes = self.new_sequence(request, 0, request.prompt).full_hashes(
-            tokens, self.pool.block_tokens
-        )
-        self._bring(request.request_id, hashes, request, always=True)
-        if not self.tiers.brings(request.request_id):
-            return False
-        self.fetching[request.request_id] = request
-        return True
-
-    def fetched(self) -> list[EngineRequest]:
-        """Return HELD requests whose restore ended; queue reservations whose restore ended."""
-        restored = [item for item in self.overtaking if not self.tiers.brings(item)]
-        for reservation in restored:
-            self.overtaking.remove(reservation)
-            self.await_kv(reservation)
-        ready = [name for name in self.fetching if not self.tiers.brings(name)]
-        return [self.fetching.pop(name) for name in ready]
-
-    def first_ready(self) -> TokenSequence | Reservation | None:
-        """Return the first queued item that does not wait for blocks from a tier."""
-        first = self.queue[:_MAX_RESTORES]
-        return next((item for item in first if not self._awaits_tier(item)), None)
-
-    def _awaits_tier(self, item: TokenSequence | Reservation) -> bool:
-        """Return whether leading blocks of a waiting item are being restored from a tier.
-
-        They are requested once, when there is room. Blocks that are then still missing are
-        computed.
-        """
-        request = item.request
-        if not item.asked_tiers and request.spec.cacheable:
-            if isinstance(item, Reservation):
-                hashes = self.reservations.hashes(request)
-            elif item.prompt_outputs is None:
-                hashes = item.full_hashes(len(item.tokens) - 1, self.pool.block_tokens)
-            else:
-                hashes = []
-            item.asked_tiers = self._bring(item, hashes, request)
-        return self.tiers.brings(item)
-
-    def _bring(
-        self, key: Hashable, hashes: list[bytes], request: EngineRequest, *, always: bool = False
-    ) -> bool:
-        promised = self.reservations.reserved_blocks
-        owner = request.spec.cache_owner
-        return self.tiers.bring(key, hashes, promised, request.tier_tokens, owner, always=always)
-
     def pins_too_much(self, request: EngineRequest, need: int) -> bool:
         """Return whether held prompts would pin more than half of the pool."""
         if request.kind not in (Kind.PREFILL, Kind.HELD) or not self.held:
@@ -309,13 +230,11 @@ class BatchState:
         """End a sequence in any state."""
         if sequence in self.running:
             self.running.remove(sequence)
-        elif sequence in self.queue:
-            self.queue.remove(sequence)
+        elif sequence in self.queue.items:
+            self.queue.items.remove(sequence)
         else:
             self.held.pop(sequence.request.request_id, None)
         self.vacate(sequence)
-
-    # ---------------------------------------------------------------- blocks
 
     def register_hashes(self, sequence: TokenSequence) -> None:
         """Register the hashes of full blocks, so that other requests can share them."""
@@ -355,7 +274,7 @@ class BatchState:
 
     def _make_room(self, sequence: TokenSequence) -> bool:
         """Preempt later requests, finally ``sequence``, until one block is available."""
-        while self.available_blocks() < 1:
+        while self.reservations.available_blocks < 1:
             victims: list[TokenSequence | Reservation] = [
                 running for running in self.running if running.request.kind is not Kind.PREFILL
             ]
@@ -383,21 +302,13 @@ class BatchState:
         sequence.request.preemptions += 1
         self.running.remove(sequence)
         self.vacate(sequence)
-        self.enqueue(sequence)
+        self.queue.add(sequence)
 
     def revoke(self, reservation: Reservation) -> None:
         """Take a reservation's capacity and queue a new one for its request."""
         self.reservations.revoke(reservation)
         self.preemptions += 1
-        self.enqueue(self.reservations.new(reservation.request))
-
-    def drop(self, reservation: Reservation) -> None:
-        """Release a reservation's blocks, to which no writer writes any more."""
-        if reservation in self.queue:
-            self.queue.remove(reservation)
-        if reservation in self.overtaking:
-            self.overtaking.remove(reservation)
-        self.reservations.drop(reservation)
+        self.queue.add(self.reservations.new(reservation.request))
 
     def vacate(self, sequence: TokenSequence) -> None:
         """Return the sequence's blocks to the cache."""

@@ -84,13 +84,13 @@ class BlockOwners:
             if excess > 0:
                 above.append((excess, owner))
         above.sort(key=lambda entry: entry[0], reverse=True)
-        found: list[int] = []
+        blocks: list[int] = []
         for excess, owner in above:
             oldest = (block for block in owner.cached if block not in kept)
-            found += islice(oldest, min(excess, count - len(found)))
-            if len(found) == count:
+            blocks += islice(oldest, min(excess, count - len(blocks)))
+            if len(blocks) == count:
                 break
-        return found
+        return blocks
 
     def check(self, cached: Container[int], hashed: Container[int]) -> None:
         """Recount everything; raise ``RuntimeError`` if it is wrong."""

@@ -101,13 +101,18 @@ class Reservations:
         """Number of blocks promised and not yet allocated."""
         return sum(r.need_blocks for r in self.in_state(ReservationState.RESERVED))
 
+    @property
+    def available_blocks(self) -> int:
+        """Number of blocks that are neither in use nor promised."""
+        return self._pool.available() - self.reserved_blocks
+
     def grant(self, reservation: Reservation) -> bool:
         """Promise blocks and pin the cached prefix; False if they do not fit."""
         request = reservation.request
         pinned = self._pool.match(self.hashes(request)) if request.spec.cacheable else []
         self._pool.pin(pinned)
         need = self._pool.blocks_for(len(request.prompt) + 1) - len(pinned)
-        if need > self._pool.available() - self.reserved_blocks:
+        if need > self.available_blocks:
             self._pool.release(pinned)
             return False
         reservation.pinned = pinned

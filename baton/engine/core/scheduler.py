@@ -14,18 +14,14 @@ from dataclasses import dataclass
 
 from baton.engine.core.batch_state import BatchState
 from baton.engine.core.blocks import BlockPool
-from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
+from baton.engine.core.plan import PlanRow, StepPlan
 from baton.engine.core.reservations import Reservation, ReservationState
+from baton.engine.core.rows import decode_row, prompt_row
 from baton.engine.core.sequence import EngineRequest, Kind, TokenSequence
 from baton.engine.core.speculative.acceptance import accepted_run
 from baton.engine.core.tiers.tiers import KvTiers
 from baton.types import events as ev
-from baton.types.errors import (
-    BatonError,
-    CancelledError_,
-    InvalidRequestError,
-    UnavailableError,
-)
+from baton.types.errors import BatonError, CancelledError_, InvalidRequestError, UnavailableError
 from baton.types.params import SampledToken, finish_reason
 from baton.types.prompt_outputs import PromptOutputs
 
@@ -72,18 +68,18 @@ class Scheduler:
             )
         request.check_emitted()
         request.submitted_ns = now_ns
-        if request.kind is Kind.HELD and not self.batch.fetch(request):
+        if request.kind is Kind.HELD and not self.batch.queue.fetch(request):
             self._hold_cached(request, now_ns)
             return
         self._requests[request.request_id] = request
         if request.kind is Kind.HELD:
             return
         if request.kind is Kind.REMOTE:
-            self.batch.await_kv(self.batch.reservations.new(request))
+            self.batch.queue.add_reservation(self.batch.reservations.new(request))
         elif request.spec.emitted:
             self._resume(request, request.spec.emitted)
         else:
-            self.batch.enqueue(self.batch.new_prompt(request))
+            self.batch.queue.add(self.batch.new_prompt(request))
 
     def _hold_cached(self, request: EngineRequest, now_ns: int) -> None:
         blocks = self.batch.hold_cached(request).blocks
@@ -143,13 +139,13 @@ class Scheduler:
         reservation = self.batch.reservations.take(request_id)
         if reservation is None:
             return
-        self.batch.drop(reservation)
+        self.batch.queue.drop(reservation)
         request = reservation.request
         request.kind = Kind.FULL
         if request.spec.emitted:
             self._resume(request, request.spec.emitted)
         elif first is None:
-            self.batch.enqueue(self.batch.new_prompt(request))
+            self.batch.queue.add(self.batch.new_prompt(request))
         else:
             self._resume(request, [None if token is None else (token,) for token in first])
 
@@ -160,7 +156,7 @@ class Scheduler:
         """
         for choice, tokens in enumerate(emitted):
             if tokens is not None and choice in request.live_choices:
-                self.batch.enqueue(self.batch.resumed_sequence(request, choice, tokens))
+                self.batch.queue.add(self.batch.resumed_sequence(request, choice, tokens))
             else:
                 request.live_choices.discard(choice)
         self._end_if_done(request)
@@ -199,7 +195,7 @@ class Scheduler:
 
     def plan(self, now_ns: int) -> StepPlan:
         """Choose the rows of the next step and allocate their blocks."""
-        for request in self.batch.fetched():
+        for request in self.batch.queue.fetched():
             try:
                 self._hold_cached(request, now_ns)
             except BatonError as error:
@@ -207,22 +203,24 @@ class Scheduler:
         rows: list[PlanRow] = []
         copies: list[tuple[int, int]] = []
         batch = self.batch
+        pool = batch.pool
+        block_tokens = pool.block_tokens
         batch.spare.take_back()
         batch.running.sort(key=lambda sequence: sequence.request.order)
         for sequence in list(batch.running):
             if not sequence.running or not sequence.decodes:
                 continue
             if batch.make_writable(sequence, copies):
-                rows.append(self._decode_row(sequence))
-        budget = max(self.max_step_tokens - len(rows), batch.pool.block_tokens)
+                rows.append(decode_row(sequence, block_tokens))
+        budget = max(self.max_step_tokens - len(rows), block_tokens)
         for sequence in batch.running:
             if budget > 0 and not sequence.decodes:
-                rows.append(self._row(sequence, budget))
+                rows.append(prompt_row(sequence, budget, block_tokens))
                 budget -= rows[-1].cost_tokens
         while budget > 0 and (admitted := self._admit(now_ns)) is not None:
-            rows.append(self._row(admitted, budget))
+            rows.append(prompt_row(admitted, budget, block_tokens))
             budget -= rows[-1].cost_tokens
-        written = batch.pool.take_written() if rows else ()
+        written = pool.take_written() if rows else ()
         return StepPlan(tuple(rows), tuple(copies), written)
 
     def apply(self, plan: StepPlan, results: list[list[SampledToken]], now_ns: int) -> None:
@@ -264,71 +262,13 @@ class Scheduler:
             self._end_if_done(request)
         self.batch.spare.take_back()
 
-    def _decode_row(self, sequence: TokenSequence) -> PlanRow:
-        """Return the row that computes the newest token."""
-        if not sequence.samples:  # they hold the list of tokens, not its length
-            sequence.samples = self._samples(sequence)
-        start = sequence.computed
-        adapter = sequence.request.spec.adapter
-        return PlanRow(
-            sequence_id=sequence.sequence_id,
-            tokens=sequence.tokens[start:],
-            start=start,
-            block_ids=sequence.blocks[: start // self.batch.pool.block_tokens + 1],
-            samples=sequence.samples,
-            adapter=adapter.digest if adapter else "",
-        )
-
-    def _row(self, sequence: TokenSequence, budget: int) -> PlanRow:
-        """Return the next chunk of a sequence; it ends at a block boundary or at the end."""
-        start = sequence.computed
-        end = len(sequence.tokens)
-        block_tokens = self.batch.pool.block_tokens
-        prompt_outputs = sequence.prompt_outputs
-        if prompt_outputs is not None:
-            budget //= prompt_outputs.token_cost
-        if end - start > budget:
-            end = (start + budget) // block_tokens * block_tokens
-            end = max(end, (start // block_tokens + 1) * block_tokens)
-        end = min(end, len(sequence.tokens))
-        samples: tuple[SampleSpec, ...] = ()
-        if end == len(sequence.tokens):
-            samples = self._samples(sequence)
-        adapter = sequence.request.spec.adapter
-        return PlanRow(
-            sequence_id=sequence.sequence_id,
-            tokens=sequence.tokens[start:end],
-            start=start,
-            block_ids=sequence.blocks[: self.batch.pool.blocks_for(end)],
-            samples=samples,
-            adapter=adapter.digest if adapter else "",
-            prompt_outputs=prompt_outputs,
-        )
-
-    def _samples(self, sequence: TokenSequence) -> tuple[SampleSpec, ...]:
-        request = sequence.request
-        first = sequence.generated == 0
-        if request.spec.pooling:
-            return ()
-        choices = sorted(request.live_choices) if first else [sequence.choice]
-        if first:
-            sequence.choice = choices[0]
-        return tuple(
-            SampleSpec(
-                choice=choice,
-                params=request.spec.params,
-                history=sequence.tokens,
-                prompt_tokens=len(request.prompt),
-            )
-            for choice in choices
-        )
-
     def _admit(self, now_ns: int) -> TokenSequence | None:
         batch = self.batch
-        while batch.queue:
+        queue = batch.queue
+        while queue.items:
             if len(batch.running) + batch.reservations.granted >= self.config.max_batch_requests:
                 return None
-            if (item := batch.first_ready()) is None:
+            if (item := queue.first_ready()) is None:
                 return None
             taken = (
                 batch.reservations.grant(item)
@@ -337,7 +277,7 @@ class Scheduler:
             )
             if not taken:
                 return None
-            batch.queue.remove(item)
+            queue.items.remove(item)
             if isinstance(item, Reservation):
                 self._note_admission(item.request, len(item.pinned), now_ns)
             else:
@@ -353,7 +293,9 @@ class Scheduler:
         pool.pin(matched)
         need = pool.blocks_for(len(sequence.tokens)) - len(matched)
         pages: list[int] | None = None
-        if need <= self.batch.available_blocks() and not self.batch.pins_too_much(request, need):
+        if need <= self.batch.reservations.available_blocks and not self.batch.pins_too_much(
+            request, need
+        ):
             pages = pool.allocate(need, matched[-1] if matched else None)
         if pages is None:
             pool.release(matched)
@@ -368,11 +310,7 @@ class Scheduler:
         return True
 
     def _note_admission(
-        self,
-        request: EngineRequest,
-        matched_blocks: int,
-        now_ns: int,
-        blocks: Sequence[int] = (),
+        self, request: EngineRequest, matched_blocks: int, now_ns: int, blocks: Sequence[int] = ()
     ) -> None:
         if request.admitted_ns:
             return
@@ -442,12 +380,12 @@ class Scheduler:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        self.batch.fetching.pop(request_id, None)
+        self.batch.queue.fetching.pop(request_id, None)
         for sequence in self.batch.sequences_of(request_id):
             self.batch.remove(sequence)
         reservation = self.batch.reservations.take(request_id)
         if reservation is not None:
-            self.batch.drop(reservation)
+            self.batch.queue.drop(reservation)
         done_ns = request.prompt_done_ns
         admitted_ns = request.admitted_ns
         self.batch.events.append(

@@ -214,8 +214,6 @@ class PagedAttention:
         self._isolated = False
         self._windows = tuple(windows) or (None,) * geometry.num_layers
 
-    # --- planning, once per step ---------------------------------------------------------------
-
     def plan(
         self, decodes: Sequence[QuerySpan], chunks: Sequence[QuerySpan], *, isolated: bool = False
     ) -> AttentionCalls:
@@ -359,8 +357,6 @@ class PagedAttention:
         view = self._view(span, origin, count)
         where = _Keys(first_token=view) if view >= 0 else self._gather([span], origin, count)
         return _Chunk(span.row, span.count, lead, limit - base, count, where, tiles)
-
-    # --- running, once per layer ---------------------------------------------------------------
 
     def write(self, layer: int, plan: AttentionCalls, kv: torch.Tensor) -> None:
         """Store ``[2, T, K, D]`` in the slots of the step's rows."""

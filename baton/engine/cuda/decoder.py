@@ -57,12 +57,6 @@ class DecoderShape:
         """Outputs of the first product of a layer."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
-    @property
-    def layer_weights(self) -> int:
-        """Elements of the four matrices of one layer."""
-        attention = self.qkv_width + self.num_heads * self.head_dim
-        return self.hidden_size * (attention + 3 * self.intermediate_size)
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -220,12 +214,7 @@ class CudaDecoder:
         return x_TE
 
     def _attend(
-        self,
-        batch: Batch,
-        index: int,
-        layer: _Layer,
-        h_TE: torch.Tensor,
-        a_THD: torch.Tensor,
+        self, batch: Batch, index: int, layer: _Layer, h_TE: torch.Tensor, a_THD: torch.Tensor
     ) -> None:
         """Store K and V of a layer, and write its heads to ``a_THD``."""
         s = self.shape

@@ -13,7 +13,7 @@ from baton.engine.ipc import give_back
 from baton.engine.process import messages
 from baton.engine.process.client import EngineClient
 from baton.engine.process.link import InnerLink
-from baton.engine.process.step_rates import DecodeFit, PromptFit, StepRates
+from baton.engine.process.step_rates import StepRates
 from baton.engine.settings import EngineSettings
 from baton.telemetry.alive_clock import ALIVE
 from baton.types import events as ev
@@ -55,7 +55,7 @@ class EngineHandle:
         self.used_ns = ALIVE.now_ns()  # last begin or end of a request other than probes, probes
         self._slept: asyncio.Future[int] | None = None
         self._erasures: deque[asyncio.Future[dict[str, int]]] = deque()
-        self._rates = StepRates()
+        self.rates = StepRates()
         self._durations_ns: deque[int] = deque([0], maxlen=_RECENT_STEPS)
         self._load_ns = time.monotonic_ns()  # time of ``load``
         self._submitted_ns = 0  # time of the last request
@@ -133,26 +133,6 @@ class EngineHandle:
         for ref in self._adapters_asked.values():
             (held if bytes.fromhex(ref.digest) in self.adapters else waiting).add(ref.name)
         return sorted(held), sorted(waiting)
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """Fitted prefill rate; 0 before the first prompt."""
-        return self._rates.prefill_tokens_per_s
-
-    @property
-    def prompt_fit(self) -> PromptFit:
-        """Fitted time per prompt token and per token of its context."""
-        return self._rates.prompt_fit
-
-    @property
-    def decode_fit(self) -> DecodeFit:
-        """Fitted time of a decode step by its rows and their contexts."""
-        return self._rates.decode_fit
-
-    @property
-    def decode_step_s(self) -> float:
-        """Median time of recent steps without prompt tokens; 0 if there were none."""
-        return self._rates.decode_step_s
 
     def load_age_ns(self, now_ns: int) -> int:
         """Return the age of ``load``; 0 if the engine is idle."""
@@ -238,7 +218,7 @@ class EngineHandle:
 
     def _note_step(self, step: ev.StepDone) -> None:
         self.load = step
-        self._rates.add(step)
+        self.rates.add(step)
         self._durations_ns.append(step.duration_ns)
         self._load_ns = time.monotonic_ns() - step.duration_ns
         for callback in self.after_step:

@@ -180,11 +180,11 @@ class DiskShelf:
         places = len(self._names)
         for _, name in ages[: max(len(ages) - places, 0)]:
             (self._folder / name).unlink()
-        found = []
+        files = []
         for place, (_, name) in enumerate(ages[max(len(ages) - places, 0) :]):
             self._names[place] = bytes.fromhex(name.removesuffix(_SUFFIX))
-            found.append((self._names[place], place))
-        return found
+            files.append((self._names[place], place))
+        return files
 
     def _path(self, block_hash: bytes) -> Path:
         return self._folder / (block_hash.hex() + _SUFFIX)

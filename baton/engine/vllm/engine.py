@@ -92,8 +92,6 @@ class VllmEngine(RemoteEngine):
     async def _erase(self) -> bool:
         return await self._control.erase_cache()
 
-    # ---------------------------------------------------------------- commands
-
     def handle(self, command: messages.Command) -> None:
         """Execute a command of the shell."""
         match command:
@@ -212,8 +210,6 @@ class VllmEngine(RemoteEngine):
             request.loading.difference_update(choices)
             if not request.loading:  # the other choices have waited for these
                 self._loaded(request)
-
-    # ---------------------------------------------------------------- exchanges
 
     def _ask(self, request: LiveRequest, choice: int) -> Coroutine[Any, Any, None]:
         prefills = request.spec.kind is Kind.PREFILL

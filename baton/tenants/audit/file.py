@@ -54,9 +54,9 @@ def append(path: Path, entries: Sequence[Entry]) -> list[bytes]:
     with _locked(path) as file:
         end, recent = _complete(file, _RECENT_BYTES)
         head = head_of(recent[-1]) if recent else ChainHead()
-        for one in entries:
-            if not any(f'"id":"{one.id}"'.encode() in line for line in recent):
-                line, head = sealed(one, head)
+        for entry in entries:
+            if not any(f'"id":"{entry.id}"'.encode() in line for line in recent):
+                line, head = sealed(entry, head)
                 lines.append(line)
         try:
             written = b"".join(lines)

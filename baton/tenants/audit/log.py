@@ -71,14 +71,14 @@ class AuditLog:
         source: str = "",
         before: object = None,
         after: object = None,
-        wait: bool = True,
     ) -> None:
-        """Write an entry. This raises nothing if it cannot be written.
-
-        With ``wait`` false it does not wait for Redis, which a log on another host needs.
-        """
+        """Write an entry. This raises nothing if it cannot be written."""
         entry = audit_file.entry(verb, what, who=who, source=source, before=before, after=after)
-        if wait or self._file is not None:
+        await self.write(entry)
+
+    async def write_soon(self, entry: Entry) -> None:
+        """Write an entry, but do not wait for Redis, which a log on another host needs."""
+        if self._file is not None:
             await self.write(entry)
         else:
             self._kept.append(entry)

@@ -127,12 +127,12 @@ def bill(
 
 def worker_seconds(hours: Iterable[HourUsage]) -> dict[str, float]:
     """Return the time that workers existed, by role."""
-    found: dict[str, int] = {}
+    times_ns: dict[str, int] = {}
     for hour in hours:
         for name, counters in hour.rows.items():
             if name.tenant == WORKERS:
-                found[name.model] = found.get(name.model, 0) + counters.worker_ns
-    return {role: found[role] / 1e9 for role in sorted(found)}
+                times_ns[name.model] = times_ns.get(name.model, 0) + counters.worker_ns
+    return {role: times_ns[role] / 1e9 for role in sorted(times_ns)}
 
 
 def _line_name(name: RowName, by: Collection[str]) -> _LineName:
@@ -151,19 +151,19 @@ def _order(name: _LineName) -> tuple[int, bool, str]:
     return (hour if isinstance(hour, int) else 0, is_idle, rest)
 
 
-def _line(name: _LineName, found: _Sum) -> Line:
-    counters = found.counters
+def _line(name: _LineName, total: _Sum) -> Line:
+    counters = total.counters
     line = msgspec.convert(dict(zip(GROUPS, name, strict=False)), Line)
     for counter in ("requests", "refusals", *_TOKENS):
         setattr(line, counter, getattr(counters, counter))
     line.input_worker_s = counters.input_ns / 1e9
     line.output_worker_s = counters.output_ns / 1e9
     line.worker_s = (counters.charged_ns + counters.worker_ns) / 1e9
-    line.cost = found.input_cost + found.output_cost + found.idle_cost
+    line.cost = total.input_cost + total.output_cost + total.idle_cost
     computed_tokens = counters.input_tokens - counters.cached_tokens
-    line.cost_per_1000_computed = _per_1000(found.input_cost, computed_tokens)
-    line.cost_per_1000_input = _per_1000(found.input_cost, counters.input_tokens)
-    line.cost_per_1000_output = _per_1000(found.output_cost, counters.output_tokens)
+    line.cost_per_1000_computed = _per_1000(total.input_cost, computed_tokens)
+    line.cost_per_1000_input = _per_1000(total.input_cost, counters.input_tokens)
+    line.cost_per_1000_output = _per_1000(total.output_cost, counters.output_tokens)
     return line
 
 

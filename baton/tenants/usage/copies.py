@@ -127,12 +127,12 @@ def _is_rest(file: Path) -> bool:
     return not file.stem.isdigit()
 
 
-def _newer(copy: Mapping[str, str], found: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def _newer(copy: Mapping[str, str], in_redis: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return the fields of a copy that Redis lacks or has an older state of, which comes first."""
     return {
-        name: (found.get(name, ""), value)
+        name: (in_redis.get(name, ""), value)
         for name, value in copy.items()
-        if name not in found or _amount(value) > _amount(found[name])
+        if name not in in_redis or _amount(value) > _amount(in_redis[name])
     }
 
 

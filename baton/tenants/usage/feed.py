@@ -4,23 +4,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.telemetry.tasks import BackgroundTasks
-from baton.tenants.usage.ledger import HOUR_S, Ledger, UsageReport
+from baton.tenants.usage.ledger import HOUR_S, Ledger
+from baton.tenants.usage.shared import SharedUsage
 
 _LOG = logging.getLogger(__name__)
 
 _CLOSE_S = 2.0  # time limit of the last reports
 _CHECK_S = 60.0  # without changes, Redis is asked this often whether it still has the rows
-
-
-class UsageSink(Protocol):
-    """Receiver of reports; implemented by ``baton.tenants.usage.shared.SharedUsage``."""
-
-    async def apply(self, report: UsageReport, price_per_hour: float | None = None) -> int:
-        """Write the rows of a report, and return the sequence known before."""
 
 
 class UsageFeed:
@@ -42,7 +35,7 @@ class UsageFeed:
     def __init__(
         self,
         ledger: Ledger,
-        sink: UsageSink | None,
+        sink: SharedUsage | None,
         count_failure: Callable[[str], None],
         *,
         interval_s: float = 1.0,
@@ -90,7 +83,7 @@ class UsageFeed:
         async with self._lock:
             await self._flush(self._sink)
 
-    async def _flush(self, sink: UsageSink) -> None:
+    async def _flush(self, sink: SharedUsage) -> None:
         self._before_report(self.ledger)
         always = time.monotonic() > self._checked_s + _CHECK_S
         more = True

@@ -125,15 +125,15 @@ class Ledger:
 
     def row(self, name: RowName) -> Counters:
         """Return a row, whose counters the caller is about to raise."""
-        found = self._rows.get(name)
-        if found is None:
+        counters = self._rows.get(name)
+        if counters is None:
             count = self._rows_per_hour.get(name.hour, 0)
             if count >= MAX_ROWS_PER_HOUR and name.tenant != OTHERS:
                 return self.row(RowName(name.hour, OTHERS, "", name.model))
             self._rows_per_hour[name.hour] = count + 1
-            found = self._rows[name] = Counters()
+            counters = self._rows[name] = Counters()
         self._changed[name] = self._sequence
-        return found
+        return counters
 
     def report(self, hour: int, *, always: bool = False) -> UsageReport | None:
         """Return the next report, or None if nothing has changed; forget old rows.
@@ -170,12 +170,12 @@ class Ledger:
 
     def fields(self) -> dict[int, dict[str, str]]:
         """Return all rows as fields in Redis, by hour."""
-        found: dict[int, dict[str, str]] = {}
+        hours: dict[int, dict[str, str]] = {}
         for name, row in self._rows.items():
             field = field_of(self.life, name).decode()
             counters = msgspec.json.encode(row).decode()
-            found.setdefault(name.hour, {})[field] = counters
-        return found
+            hours.setdefault(name.hour, {})[field] = counters
+        return hours
 
     def _forget_before(self, hour: int) -> None:
         if all(other >= hour for other in self._rows_per_hour):

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from baton.registry.redis_store import Registry, slices
+from baton.registry.commands import slices
+from baton.registry.redis_store import Registry
 from baton.tenants.usage.ledger import Counters, RowName, UsageReport, field_of, summed
 
 KEPT_DAYS = 100
@@ -86,37 +87,35 @@ class SharedUsage:
         keys += [key("usage:hours", str(hour)) for hour in hours]
         price = "" if price_per_hour is None else repr(price_per_hour)
         head = (report.sequence, report.acknowledged, _LIFE_TTL_MS, KEPT_DAYS * _DAY_MS, price)
-        (known,) = await self._registry.send(
-            ("EVAL", _APPLY, len(keys), *keys, *head, *arguments),
-        )
+        (known,) = await self._registry.send(("EVAL", _APPLY, len(keys), *keys, *head, *arguments))
         return int(known)
 
     async def read(self, hours: Iterable[int]) -> list[HourUsage]:
         """Return the usage of hours, in this order; unreadable rows are logged and left out."""
-        found = []
+        usage = []
         for part in slices(list(hours)):
             calls = [("HGETALL", self._registry.key("usage:hours", str(hour))) for hour in part]
             answers = await self._registry.send(*calls)
             for hour, fields in zip(part, answers, strict=True):
                 price = fields.pop(_PRICE, None)
                 rows = [row for item in fields.items() if (row := self._decoded(hour, *item))]
-                found.append(
+                usage.append(
                     HourUsage(
                         hour,
                         None if price is None else float(price),
                         summed(rows, lambda name: name),
                     )
                 )
-        return found
+        return usage
 
     async def fields(self, hour: int) -> dict[str, str]:
         """Return all fields of an hour as text, for a copy."""
-        (found,) = await self._registry.send(
+        (raws,) = await self._registry.send(
             ("HGETALL", self._registry.key("usage:hours", str(hour)))
         )
         return {
             name.decode(errors="replace"): value.decode(errors="replace")
-            for name, value in found.items()
+            for name, value in raws.items()
         }
 
     async def restore(self, hour: int, fields: Mapping[str, tuple[str, str]]) -> None:

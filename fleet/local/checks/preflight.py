@@ -88,7 +88,9 @@ def claim_socket(host: str, port: int) -> socket.socket:
 
 def _fleet_on(port: int) -> FleetState | None:
     """Return this user's running fleet whose router has a port."""
-    return next((one for one in load_all() if one.running and urlsplit(one.url).port == port), None)
+    return next(
+        (state for state in load_all() if state.running and urlsplit(state.url).port == port), None
+    )
 
 
 def port_owner(port: int) -> str | None:
@@ -259,10 +261,10 @@ def _check_template(file: Path) -> None:
 
 
 def _described(config: FleetConfig) -> str:
-    found = describe_model(config)
-    if found.warning:
-        raise RuntimeError(found.warning)
-    return found.text
+    model = describe_model(config)
+    if model.warning:
+        raise RuntimeError(model.warning)
+    return model.text
 
 
 def _finding(name: str, check: Callable[[], str]) -> Finding:

@@ -53,9 +53,9 @@ async def check_external(url: str, fleet: str = "check") -> str:
 
 
 async def _identity(client: redis.asyncio.Redis) -> tuple[str, str]:
-    found = await client.info("server")
-    name = found.get("server_name", "redis")
-    return str(name), str(found.get(f"{name}_version", found["redis_version"]))
+    info = await client.info("server")
+    name = info.get("server_name", "redis")
+    return str(name), str(info.get(f"{name}_version", info["redis_version"]))
 
 
 async def _refuse_cluster(client: redis.asyncio.Redis) -> None:
@@ -118,7 +118,7 @@ def _explained(error: Exception, target: RedisTarget) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__

@@ -58,13 +58,13 @@ class Checkup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def problems(self) -> list[str]:
         """Return one line for each problem."""
-        found = [
+        problems = [
             f"{node}: {check}: {cell.problem}"
             for check, cells in self.rows.items()
             for node, cell in cells.items()
             if cell.problem
         ]
-        return found + [
+        return problems + [
             f"{source} to {target}: {cell.problem}"
             for source, cells in self.edges.items()
             for target, cell in cells.items()

@@ -100,7 +100,7 @@ class Answer(CallResponse):
         The last tokens, which arrive with the end of a request, remain to be written.
         """
         loop = asyncio.get_running_loop()
-        keep_alive_s = self._context.lane.settings.keep_alive_s
+        keep_alive_s = self._context.lane.core.settings.keep_alive_s
         self._wakeup.clear()
         for active in self.call.active:
             active.wakeup = self

@@ -169,7 +169,7 @@ class CallResponse(Response):
 
     async def _wait(self, ready: Callable[[], bool], idle: Callable[[], Any] | None = None) -> bool:
         """Wait until ``ready()``. Return False if the client disconnects first."""
-        keep_alive_s = self._context.lane.settings.keep_alive_s
+        keep_alive_s = self._context.lane.core.settings.keep_alive_s
         while not self._gone:
             self._wakeup.clear()
             if ready():

@@ -23,21 +23,15 @@ from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.call_headers import client_id_of, ignored_of
 from router.frontend.api.call_response import AnswerContext
+from router.frontend.api.caller import Caller, read_headers
 from router.frontend.api.embeddings import EmbeddingAnswer
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.api.formats.answer_format import ChunkFormat, DataEvents
-from router.frontend.api.formats.openai import ChatFormat, CompletionFormat
-from router.frontend.api.prepare import (
-    NO_GRAMMAR,
-    AnswerGrammar,
-    Caller,
-    Preparer,
-    read_headers,
-)
+from router.frontend.api.formats.openai import AnswerHead, ChatFormat, CompletionFormat
+from router.frontend.api.prepare import NO_GRAMMAR, AnswerGrammar, Preparer
 from router.frontend.api.relaxation import Relaxations
 from router.frontend.api.structured_output import requested_grammar
 from router.frontend.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
-from router.frontend.conversation import opening_of
 from router.frontend.errors import OPENAI_ERRORS, ErrorShape, Refusal, refused_id
 from router.frontend.http.connection import Deliveries
 from router.frontend.http.departure import ended_by_departure
@@ -87,7 +81,7 @@ class Arrival:
     def preparer(self) -> Preparer:
         """Converter of bodies to requests of the lane."""
         lane = self.lane
-        return Preparer(lane.model, lane.settings, lane.gateway.workers.pool_tokens)
+        return Preparer(lane.model, lane.settings, lane.core, lane.gateway.workers.pool_tokens)
 
     def traced(self, span: Span) -> Self:
         """Return the arrival with ``span`` as the parent of the workers' spans."""
@@ -115,7 +109,7 @@ class Calls:
         router = self._router
         ignored = ignored_of(request)
         with self._refusals(request, endpoint, now_ns):
-            caller = read_headers(request.headers, router.settings, ignored)
+            caller = read_headers(request.headers, router, ignored)
         with self._refusals(request, endpoint, now_ns, caller):
             raw = await read_body(request, router, deadline_s=caller.timeout_s)
             first = router.lanes.first.model.names[0]
@@ -174,7 +168,7 @@ class Calls:
 
     async def conversation(self, body: ModelBody, caller: Caller) -> str:
         """Return the text that the requests of a conversation have in common."""
-        return opening_of(body)
+        return body.opening()
 
     @contextlib.contextmanager
     def _refusals(
@@ -329,11 +323,9 @@ def _echoes(body: CompletionBody, decode: Callable[[list[int]], str]) -> list[st
 
 
 def _format_parts(answer_id: str, body: GenerationBody, lane: Lane) -> dict[str, Any]:
+    fingerprint = _fingerprint(lane.model.artifact.weights_digest, lane.settings.emulated)
     return {
-        "answer_id": answer_id,
-        "created": int(time.time()),
-        "model": body.model,
-        "fingerprint": _fingerprint(lane.model.artifact.weights_digest, lane.settings.emulated),
+        "head": AnswerHead(answer_id, int(time.time()), body.model, fingerprint),
         "tokenizer": lane.model.tokenizer,
         "include_usage": body.include_usage,
         "prompt_logprobs": body.prompt_logprobs,

@@ -7,7 +7,6 @@ import msgspec
 from fastapi import Request, Response
 
 from baton.types.errors import InvalidRequestError
-from router.frontend.access import Access, access_of, adapter_owner_of
 from router.frontend.api.bodies.adapters import LoadAdapterBody, UnloadAdapterBody
 from router.frontend.api.bodies.fields import Ignored
 from router.frontend.api.bodies.parse import parse
@@ -22,6 +21,7 @@ from router.lane import Lane
 from router.lanes.routes import leads_to
 from router.process import Process
 from router.served_model import ServedModel
+from router.tenants.access import Access
 
 
 def routes(router: Process) -> Endpoints:
@@ -44,13 +44,12 @@ def routes(router: Process) -> Endpoints:
 
 
 def _add_models(api: Endpoints, router: Process) -> None:
-    settings = router.settings
     lanes = router.lanes
 
     @api.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         """List the names of the served models and of their adapters."""
-        access = access_of(request.headers, settings)
+        access = router.access.of(request.headers)
         records = [
             _record(lane, name)
             for lane in lanes
@@ -67,7 +66,7 @@ def _add_models(api: Endpoints, router: Process) -> None:
     @api.get("/v1/models/{model_id:path}")
     async def model(request: Request, model_id: str) -> dict[str, Any]:
         """Return the artifact record of a model or an adapter."""
-        access = access_of(request.headers, settings)
+        access = router.access.of(request.headers)
         allowed = access.models is None or model_id in access.models
         if allowed and (record := _alias_record(router, model_id, access)):
             return record
@@ -75,13 +74,12 @@ def _add_models(api: Endpoints, router: Process) -> None:
 
 
 def _add_adapters(api: Endpoints, router: Process) -> None:
-    settings = router.settings
     lanes = router.lanes
 
     @api.post_body("/v1/load_lora_adapter", LoadAdapterBody)
     async def load_lora_adapter(request: Request) -> Response:
         """Serve the adapter in the directory ``lora_path`` as the model ``lora_name``."""
-        owner = adapter_owner_of(request.headers, settings)
+        owner = router.access.adapter_owner(request.headers)
         raw = await read_body(request, router)
         ignored = ignored_of(request)
         body = await off_loop(len(raw), lambda: parse(LoadAdapterBody, raw, ignored))
@@ -95,7 +93,7 @@ def _add_adapters(api: Endpoints, router: Process) -> None:
     @api.post_body("/v1/unload_lora_adapter", UnloadAdapterBody)
     async def unload_lora_adapter(request: Request) -> Response:
         """Stop serving the adapter ``lora_name``. Running requests finish."""
-        owner = adapter_owner_of(request.headers, settings)
+        owner = router.access.adapter_owner(request.headers)
         raw = await read_body(request, router)
         ignored = ignored_of(request)
         body = await off_loop(len(raw), lambda: parse(UnloadAdapterBody, raw, ignored))
@@ -122,7 +120,8 @@ def _alias_record(router: Process, name: str, access: Access) -> dict[str, Any] 
     entry = router.lanes.entry(router.routes.table, name)
     if entry is None:
         return None
-    lane = next((one for one in router.lanes if one.model.serves(entry.target, access.sees)), None)
+    serving = (lane for lane in router.lanes if lane.model.serves(entry.target, access.sees))
+    lane = next(serving, None)
     if lane is None:
         return None
     routed = {"canary": entry.canary, "share": entry.share} if entry.canary else {}
@@ -146,7 +145,7 @@ async def _answer_off_loop(
     request: Request,
     answer: Callable[[Process, bytes, Ignored, Access], dict[str, Any]],
 ) -> Response:
-    access = access_of(request.headers, router.settings)
+    access = router.access.of(request.headers)
     TENANT.set(access.tenant)
     raw = await read_body(request, router)
     ignored = ignored_of(request)

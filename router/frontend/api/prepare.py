@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 import msgspec
 
@@ -11,109 +11,24 @@ from baton.text.tools import Tool
 from baton.types.errors import InvalidRequestError, PromptTooLongError
 from baton.types.params import SamplingParams
 from baton.types.prompt_outputs import bytes_per_row
-from baton.types.slo import Slo
-from router.frontend.access import access_of
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.completion import MAX_PROMPTS, CompletionBody
 from router.frontend.api.bodies.embedding import MAX_INPUTS, EmbeddingBody
-from router.frontend.api.bodies.fields import Ignored
 from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.rendering import rendering_of
-from router.frontend.api.call_headers import client_id_of
+from router.frontend.api.caller import Caller, number_of
 from router.frontend.api.structured_output import checked_schema
 from router.frontend.api.tool_use.offered import messages_of, must_call, offered
-from router.frontend.off_loop import TENANT
-from router.frontend.slo import slo_of
-from router.request import GenerationRequest, Mode, Routed, Shown, part_id
+from router.process_core import ProcessCore
+from router.request import GenerationRequest, Shown, part_id
 from router.served_model import ServedModel
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
-_MODES: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
-_MAX_TIMEOUT_MS = 24 * 3600 * 1000
-_MAX_DIGITS = 12
 _LEAST_TOP_P = 1e-6  # keeps only the likeliest token
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
 MAX_PROMPT_LOGPROBS_BYTES = 8 * 1024 * 1024  # per call; their JSON is fifty times as large
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
-    """Sender and options of a call, from its headers, and what is ignored of it."""
-
-    tenant: str
-    mode: Mode
-    timeout_s: float
-    traceparent: str = ""
-    min_priority: int | None = None
-    client_id: str = ""
-    slo: Slo | None = None
-    models: tuple[str, ...] | None = None
-    key_id: str = ""
-    routed: Routed | None = None
-    may_fall_back: bool = False
-    shadow: str = ""  # model that runs a copy of the call
-    ignored: Ignored = field(default_factory=Ignored)
-
-
-def read_headers(
-    headers: Mapping[str, str], settings: RouterSettings, ignored: Ignored | None = None
-) -> Caller:
-    """Read the sender and the options of a call from its headers.
-
-    ``ignored`` collects the parts of the call that have no effect.
-    """
-    mode = headers.get("x-baton-mode", "auto")
-    if mode not in _MODES:
-        raise InvalidRequestError.at(
-            "x-baton-mode", f"must be auto, disaggregated or colocated (got {mode[:40]!r})"
-        )
-    access = access_of(headers, settings)
-    TENANT.set(access.tenant)
-    return Caller(
-        tenant=access.tenant,
-        min_priority=access.min_priority,
-        mode=_MODES[mode],
-        timeout_s=_timeout_s(headers.get("x-baton-timeout-ms"), settings),
-        traceparent=headers.get("traceparent", ""),
-        client_id=client_id_of(headers),
-        slo=slo_of(headers, access.slo or settings.slo),
-        models=access.models,
-        key_id=access.key_id,
-        may_fall_back=_may_fall_back(headers),
-        ignored=Ignored() if ignored is None else ignored,
-    )
-
-
-def _may_fall_back(headers: Mapping[str, str]) -> bool:
-    value = headers.get("x-baton-fallback", "never")
-    if value not in ("never", "allow"):
-        raise InvalidRequestError.at(
-            "x-baton-fallback", f"must be never or allow (got {value[:40]!r})"
-        )
-    return value == "allow"
-
-
-def _timeout_s(raw: str | None, settings: RouterSettings) -> float:
-    if raw is None:
-        return settings.default_timeout_s
-    timeout_ms = _number(raw)
-    if timeout_ms is None or not 0 < timeout_ms <= _MAX_TIMEOUT_MS:
-        raise InvalidRequestError.at(
-            "x-baton-timeout-ms", f"must be from 1 to {_MAX_TIMEOUT_MS} (got {raw[:40]!r})"
-        )
-    return timeout_ms / 1000
-
-
-def _number(raw: str) -> int | None:
-    """Parse a number of ASCII digits without a leading zero; None if ``raw`` is none.
-
-    Two spellings of one token id would be two entries of the same bias.
-    """
-    if not (raw.isascii() and raw.isdigit()) or len(raw) > _MAX_DIGITS:
-        return None
-    return int(raw) if raw == "0" or raw[0] != "0" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +56,13 @@ class Preparer:
     def __init__(
         self,
         model: ServedModel,
-        settings: RouterSettings,
+        settings: LaneSettings,
+        core: ProcessCore,
         pool_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._model = model
         self._settings = settings
+        self._core = core
         self._pool_tokens = pool_tokens
 
     def chat(
@@ -376,7 +293,7 @@ class Preparer:
             )
         self._model.check_ids(body.stop_token_ids or (), "stop_token_ids")
         for name in body.logit_bias or ():
-            token_id = _number(name)
+            token_id = number_of(name)
             if token_id is None or token_id >= vocabulary:
                 raise InvalidRequestError.at(
                     "logit_bias", f"{name[:40]!r} is not a token id (0 to {vocabulary - 1})"
@@ -418,13 +335,13 @@ class Preparer:
             arrived_ns=now_ns,
             deadline_ns=now_ns + int(caller.timeout_s * 1e9),
             traceparent=caller.traceparent,
-            slo=caller.slo,
+            slo=caller.limits.at(self._settings.slo),
         )
 
     def _scope(self, caller: Caller, salt: str | None) -> str:
         """Join owner and salt; unambiguous, because a tenant's name contains no NUL."""
-        settings = self._settings
-        owner = settings.policies.owner_of(caller.tenant, shared=settings.share_cache)
+        core = self._core
+        owner = core.policies.owner_of(caller.tenant, shared=core.settings.share_cache)
         return f"{owner}\0{salt or ''}"
 
 

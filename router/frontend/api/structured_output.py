@@ -138,10 +138,10 @@ def _structured_outputs(body: GenerationBody) -> list[RequestedGrammar]:
     given = body.structured_outputs
     if given is None:
         return []
-    found = _of("structured_outputs.", given.json_, given.regex, given.choice, given.grammar)
+    grammars = _of("structured_outputs.", given.json_, given.regex, given.choice, given.grammar)
     if given.json_object:
-        found.append(RequestedGrammar("structured_outputs.json_object", "json", ANY_OBJECT))
-    return found
+        grammars.append(RequestedGrammar("structured_outputs.json_object", "json", ANY_OBJECT))
+    return grammars
 
 
 def _of(

@@ -22,8 +22,8 @@ from baton.types.errors import BatonError
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.embedding import EmbeddingBody
 from router.frontend.api.bodies.generation import GenerationBody
+from router.frontend.api.caller import Caller
 from router.frontend.api.formats.answer_format import usage
-from router.frontend.api.prepare import Caller
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.call import Call
 

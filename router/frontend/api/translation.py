@@ -127,11 +127,11 @@ class Translation:
             raise
 
     def _renamed(self, param: str) -> str:
-        found = _MESSAGE.match(param)
-        if found is not None and int(found[1]) < len(self.places):
-            field = param[found.end() :]  # known, or of the item of which the place is
+        message = _MESSAGE.match(param)
+        if message is not None and int(message[1]) < len(self.places):
+            field = param[message.end() :]  # known, or of the item of which the place is
             renamed = self._theirs(field)
-            return self.places[int(found[1])] + (renamed if renamed != field else "")
+            return self.places[int(message[1])] + (renamed if renamed != field else "")
         tool = _TOOL.match(param)
         if tool is not None and int(tool[1]) < len(self.tool_places):
             param = self.tool_places[int(tool[1])] + param[tool.end() :]

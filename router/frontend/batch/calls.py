@@ -13,7 +13,6 @@ from pydantic import Field, StringConstraints
 
 from baton.config.clients import ClientLimitsConfig
 from baton.types.errors import InvalidRequestError, NotKeptError, UnavailableError
-from router.frontend.access import tenant_of
 from router.frontend.api.bodies.common import Body, NonEmpty
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.call_headers import ignored_of
@@ -23,7 +22,6 @@ from router.frontend.batch.store import LOCK, MAX_FILES, BatchStore, FileRecord
 from router.frontend.batch.uploads import UploadGate, no_room, read_upload
 from router.frontend.off_loop import off_loop
 from router.process import Process
-from router.settings import RouterSettings
 
 _LONG_S = 10**9  # the store has its own limit
 _HOUR_S = 3600
@@ -83,14 +81,15 @@ class BatchBody(Body):
         return int(self.completion_window.removesuffix("h")) * _HOUR_S
 
 
-def store_of(settings: RouterSettings) -> BatchStore | None:
+def store_of(router: Process) -> BatchStore | None:
     """Return the store of files and batches; None if the router has no state folder."""
+    settings = router.settings
     if not settings.state_dir:
         return None
     return BatchStore(
         Path(settings.state_dir) / "batch",
         settings.clients.batch,
-        lambda tenant: settings.policies.of(tenant).keep_s,
+        lambda tenant: router.policies.of(tenant).keep_s,
     )
 
 
@@ -101,11 +100,10 @@ _Find = Callable[[Request], tuple[BatchStore, str]]
 def routes(router: Process) -> Endpoints:
     """Return the endpoints of files and batches."""
     api = Endpoints()
-    settings = router.settings
-    store = store_of(settings)
+    store = store_of(router)
 
     def of(request: Request) -> tuple[BatchStore, str]:
-        tenant = tenant_of(request.headers, settings)
+        tenant = router.access.tenant(request.headers)
         if store is None:
             raise UnavailableError("files need a state folder, which this router does not have")
         if tenant == LOCK:
@@ -114,7 +112,7 @@ def routes(router: Process) -> Endpoints:
             )
         return store, tenant
 
-    _add_uploads(api, settings.clients, of)
+    _add_uploads(api, router.settings.clients, of)
     _add_files(api, of)
     _add_batches(api, router, of)
     return api

@@ -19,8 +19,6 @@ import httpx
 import msgspec
 from starlette.types import ASGIApp
 
-from baton.telemetry.metrics import Metrics
-from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import BatonError, UnavailableError, WorkerLostError, from_code
 from router.frontend.batch.answers import AnswerFiles, has_more_lines, lines_of
 from router.frontend.batch.lines import (
@@ -32,7 +30,7 @@ from router.frontend.batch.lines import (
 )
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import BatchStore
-from router.settings import RouterSettings
+from router.process import Process
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,14 +52,11 @@ _AFTER_FAULT_S = 10.0  # pause before a batch restarts whose files cannot be wri
 class BatchRunner:
     """Runs the batches of the fleet in the router that holds the lock."""
 
-    def __init__(
-        self, store: BatchStore, settings: RouterSettings, metrics: Metrics, tasks: BackgroundTasks
-    ) -> None:
+    def __init__(self, store: BatchStore, router: Process) -> None:
         self.store = store
-        self.settings = settings
-        self.metrics = metrics
+        self.router = router
         self.places = asyncio.Semaphore(store.limits.at_once)
-        self._tasks = tasks
+        self._tasks = router.tasks
         self._running: dict[str, _Run] = {}  # by tenant
 
     def start(self, app: ASGIApp) -> None:
@@ -92,7 +87,7 @@ class BatchRunner:
         while True:
             if time.monotonic() >= sweep_at_s:
                 await asyncio.to_thread(self.store.sweep, time.time())
-                policies = self.settings.policies.all.values()
+                policies = self.router.policies.all.values()
                 is_short = any(policy.keep_s is not None for policy in policies)
                 sweep_at_s = time.monotonic() + (_SHORT_SWEEP_S if is_short else _SWEEP_S)
             for batch in await asyncio.to_thread(self.store.open_batches):
@@ -107,10 +102,10 @@ class BatchRunner:
         run = self._running.get(batch.tenant)
         if run is None:
             # It may have ended since the list was read.
-            found = await asyncio.to_thread(self.store.batch, batch.tenant, batch.id)
-            if found is None or found.ended:
+            current = await asyncio.to_thread(self.store.batch, batch.tenant, batch.id)
+            if current is None or current.ended:
                 return
-            run = self._running[batch.tenant] = _Run(found, self, client)
+            run = self._running[batch.tenant] = _Run(current, self, client)
             self._tasks.spawn(self._finish(run), "batch")
         is_cancelled = await asyncio.to_thread(self.store.is_cancelled, batch)
         if run.batch.id == batch.id:
@@ -141,9 +136,9 @@ class _Run:
         self._places = runner.places
         # limits started lines of this batch
         self._lines = asyncio.Semaphore(runner.store.limits.at_once)
-        self._max_line_bytes = runner.settings.max_body_bytes
-        self._headers = _headers_of(batch.tenant, runner.settings)
-        self._metrics = runner.metrics
+        self._max_line_bytes = runner.router.settings.max_body_bytes
+        self._headers = _headers_of(batch.tenant, runner.router.access.own_key)
+        self._metrics = runner.router.metrics
         self._enough = asyncio.Event()  # cancelled, no space, or the record is gone
         self._saved_s = 0.0
 
@@ -341,6 +336,6 @@ def _error_of(answer: httpx.Response) -> BatonError:
     return from_code(code, "")
 
 
-def _headers_of(tenant: str, settings: RouterSettings) -> dict[str, str]:
+def _headers_of(tenant: str, own_key: str) -> dict[str, str]:
     """Return the headers of a tenant's calls, which fail if the tenant has no API key any more."""
-    return {"authorization": f"Bearer {settings.own_key}", "x-baton-tenant": tenant}
+    return {"authorization": f"Bearer {own_key}", "x-baton-tenant": tenant}

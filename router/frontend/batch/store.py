@@ -137,8 +137,8 @@ class BatchStore:
 
     def new_id(self, path: Path) -> str | None:
         """Return an id for the file that `adopt` makes of a batch's output; None if it is empty."""
-        found = path.exists() and path.stat().st_size > 0
-        return f"file-{secrets.token_hex(16)}" if found else None
+        has_output = path.exists() and path.stat().st_size > 0
+        return f"file-{secrets.token_hex(16)}" if has_output else None
 
     def adopt(self, tenant: str, path: Path, file_id: str, filename: str, now_s: float) -> None:
         """Convert a batch's output to a file. Repeated calls have no effect."""
@@ -165,8 +165,8 @@ class BatchStore:
 
     def files(self, tenant: str) -> list[FileRecord]:
         """Return a tenant's files, newest first."""
-        found = self._all(tenant, "files", FileRecord)
-        return sorted(found, key=lambda record: (-record.created_s, record.id))
+        records = self._all(tenant, "files", FileRecord)
+        return sorted(records, key=lambda record: (-record.created_s, record.id))
 
     def data_path(self, tenant: str, file_id: str) -> Path:
         """Return the path of a file's content. The id must be valid."""
@@ -207,12 +207,12 @@ class BatchStore:
 
     def remove(self, batch: BatchRecord) -> bool:
         """Remove a batch's record and files; return whether this call removed the record."""
-        found = False
+        is_removed = False
         for path in self._folder(batch.tenant, "batches").glob(f"{batch.id}.*"):
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
-                found = found or path.suffix == ".json"
-        return found
+                is_removed = is_removed or path.suffix == ".json"
+        return is_removed
 
     @contextlib.contextmanager
     def changing(self, tenant: str) -> Iterator[None]:
@@ -230,8 +230,8 @@ class BatchStore:
 
     def batches(self, tenant: str) -> list[BatchRecord]:
         """Return a tenant's batches, newest first."""
-        found = self._all(tenant, "batches", BatchRecord)
-        return sorted(found, key=lambda record: (-record.created_s, record.id))
+        records = self._all(tenant, "batches", BatchRecord)
+        return sorted(records, key=lambda record: (-record.created_s, record.id))
 
     def open_batches(self) -> list[BatchRecord]:
         """Return all tenants' batches that have not ended, oldest first.
@@ -241,18 +241,18 @@ class BatchStore:
         after two calls found the same time.
         """
         looked: dict[str, tuple[int, bool]] = {}
-        found: list[BatchRecord] = []
+        all_open: list[BatchRecord] = []
         for path in self.root.glob("*/batches"):
             tenant = path.parent.name
             changed_ns = path.stat().st_mtime_ns
             before_ns, is_quiet = self._looked.get(tenant, (0, False))
             if not (is_quiet and changed_ns == before_ns):
                 open_ones = [batch for batch in self.batches(tenant) if not batch.ended]
-                found += open_ones
+                all_open += open_ones
                 is_quiet = not open_ones and changed_ns == before_ns
             looked[tenant] = changed_ns, is_quiet
         self._looked = looked
-        return sorted(found, key=lambda record: (record.created_s, record.id))
+        return sorted(all_open, key=lambda record: (record.created_s, record.id))
 
     def ask_to_cancel(self, batch: BatchRecord) -> None:
         """Request cancellation from the router that runs the batch."""
@@ -316,7 +316,7 @@ class BatchStore:
 
     def _all(self, tenant: str, kind: str, record: type[_Record]) -> list[_Record]:
         paths = (self.root / tenant / kind).glob("*.json")
-        return [found for path in paths if (found := _decoded(path, record)) is not None]
+        return [decoded for path in paths if (decoded := _decoded(path, record)) is not None]
 
     def _write(self, path: Path, record: msgspec.Struct) -> None:
         beside = path.with_suffix(f".{secrets.token_hex(4)}.part")

@@ -118,8 +118,8 @@ class AnyRouter:
             await own.send(send)
             return
         answers = await self.siblings.ask_all("/metrics", Headers(scope=scope))
-        answered = {int(found.headers.get(_PID.decode(), 0)) for found in answers.values()}
-        pages = [own.body, *(found.content for found in answers.values())]
+        answered = {int(answer.headers.get(_PID.decode(), 0)) for answer in answers.values()}
+        pages = [own.body, *(answer.content for answer in answers.values())]
         page = await asyncio.to_thread(self._add_up, own.body, pages, answered)
         await own.send(send, page)
 
@@ -141,7 +141,7 @@ class AnyRouter:
         query = scope["query_string"].decode("latin-1")
         path = _path_of(scope)
         answers = await self.siblings.ask_all(path, Headers(scope=scope))
-        parts = [msgspec.json.decode(own.body), *(found.json() for found in answers.values())]
+        parts = [msgspec.json.decode(own.body), *(answer.json() for answer in answers.values())]
         asked = dict(parse_qsl(query))
         await own.send(send, msgspec.json.encode(_JSON[scope["path"]](parts, asked)))
 
@@ -152,11 +152,11 @@ class AnyRouter:
         await self.app(scope, receive, own.take)
         if own.status in _MAY_BE_ELSEWHERE:
             headers = Headers(scope=scope)
-            for index in self.siblings.alive:
-                found = await self.siblings.ask(index, scope["method"], _path_of(scope), headers)
-                if found is not None and found.status_code == 200:
+            for index in await self.siblings.alive():
+                answer = await self.siblings.ask(index, scope["method"], _path_of(scope), headers)
+                if answer is not None and answer.status_code == 200:
                     own.start["status"] = 200
-                    own.body = found.content
+                    own.body = answer.content
                     break
         await own.send(send)
 
@@ -174,7 +174,7 @@ class AnyRouter:
             headers = Headers(scope=scope)
             calls = [
                 self.siblings.ask(index, scope["method"], scope["path"], headers, bytes(body))
-                for index in self.siblings.alive
+                for index in await self.siblings.alive()
             ]
             await asyncio.gather(*calls)  # a router that misses it follows within half a second
         await own.send(send)

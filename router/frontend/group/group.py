@@ -10,7 +10,7 @@ from baton.telemetry.metrics import Metrics
 from router.frontend.group.any_router import AnyRouter
 from router.frontend.group.member import Member
 from router.frontend.group.past_pages import PastPages
-from router.frontend.group.siblings import MakeConnection, Siblings
+from router.frontend.group.siblings import Accept, MakeConnection, Siblings
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,14 +30,14 @@ class RouterGroup:
         """Wrap the router's application in that of the group."""
         return AnyRouter(app, self._siblings, self._past, self._metrics.together)
 
-    async def join(self, make_connection: MakeConnection, tls: object | None) -> None:
+    async def join(self, make_connection: MakeConnection, accept: Accept) -> None:
         """Join the group, now that this router serves; see `Siblings.start`."""
         await asyncio.to_thread(self._past.sum_up)
-        await self._siblings.start(make_connection, tls)
+        await self._siblings.start(make_connection, accept)
 
-    def leave(self) -> None:
+    async def leave(self) -> None:
         """Stop accepting connections of clients."""
-        self._siblings.leave()
+        await self._siblings.leave()
 
     async def close(self) -> None:
         """Leave the group and save this router's metrics."""

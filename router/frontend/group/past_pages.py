@@ -26,13 +26,13 @@ class PastPages:
     def sum_up(self) -> None:
         """Merge the pages of this position's earlier processes into one."""
         past = self._folder / f"{self._index}-0{_ENDING}"
-        found = [file for file in self._files(self._index) if not _is_alive(file)]
-        if [file for file in found if file != past]:
+        ended = [file for file in self._files(self._index) if not _is_alive(file)]
+        if [file for file in ended if file != past]:
             pages = Pages(self._together)
-            for file in found:
+            for file in ended:
                 pages.add(file.read_bytes(), past=True)
             _write(past, pages.render())
-            for file in found:
+            for file in ended:
                 if file != past:
                     file.unlink(missing_ok=True)
 

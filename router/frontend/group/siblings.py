@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Protocol
 
 import httpx
 
@@ -22,6 +23,17 @@ OWN_ANSWER = "x-baton-own"
 MakeConnection = Callable[[], asyncio.Protocol]
 
 
+class Accepting(Protocol):
+    """Accepts connections of one listening socket until it is closed."""
+
+    async def close(self) -> None:
+        """Accept no more."""
+
+
+Accept = Callable[[int], Accepting]
+"""Starts accepting connections of clients at the descriptor of a listening socket."""
+
+
 class Siblings:
     """The other routers of the group."""
 
@@ -29,10 +41,14 @@ class Siblings:
         self._member = member
         self._tasks = BackgroundTasks("siblings", count_failure)
         self._alive: set[int] = set()
-        self._taken_over: dict[int, asyncio.Server] = {}
+        self._unknown = set(member.siblings)  # neither seen alive nor found dead yet
+        self._all_known = asyncio.Event()
+        if not self._unknown:
+            self._all_known.set()
+        self._taken_over: dict[int, Accepting] = {}
         self._answers: asyncio.Server | None = None
         self._presence = RouterPresence(member.alive_path(member.index))
-        self._accept: Callable[[int], Awaitable[asyncio.Server]] | None = None
+        self._accept: Accept | None = None
         self._clients = {index: self._client(index) for index in member.siblings}
         self._leaving = False
 
@@ -45,15 +61,10 @@ class Siblings:
             trust_env=False,
         )
 
-    async def start(self, make_connection: MakeConnection, tls: object | None) -> None:
-        """Start answering the others, without TLS, and watching their parts of the port."""
+    async def start(self, make_connection: MakeConnection, accept: Accept) -> None:
+        """Start answering the others, and watching their parts of the port."""
         member = self._member
         loop = asyncio.get_running_loop()
-
-        async def accept(index: int) -> asyncio.Server:
-            shared = member.sockets[index].dup()
-            return await loop.create_server(make_connection, sock=shared, ssl=tls)  # type: ignore[arg-type]
-
         self._accept = accept
         path = member.http_path(member.index)
         scratch = path.with_suffix(f".{os.getpid()}")
@@ -65,18 +76,19 @@ class Siblings:
             watch = partial(watch_life, member.alive_path(index), partial(self._note, index))
             self._tasks.keep(watch, f"router {index}")
 
-    def leave(self) -> None:
+    async def leave(self) -> None:
         """Stop accepting connections, which the others take over; running calls finish."""
         self._leaving = True
         self._presence.close()
-        for server in (self._answers, *self._taken_over.values()):
-            if server is not None:
-                server.close()
-        self._taken_over.clear()
+        if self._answers is not None:
+            self._answers.close()
+        while self._taken_over:
+            _, accepting = self._taken_over.popitem()
+            await accepting.close()
 
     async def close(self) -> None:
         """Leave, and close all connections."""
-        self.leave()
+        await self.leave()
         await self._tasks.close()
         for client in self._clients.values():
             await client.aclose()
@@ -84,6 +96,9 @@ class Siblings:
     # --- their parts of the port -----------------------------------------------------------------
 
     def _note(self, index: int, alive: bool) -> None:
+        self._unknown.discard(index)
+        if not self._unknown:
+            self._all_known.set()
         if alive:
             self._alive.add(index)
         else:
@@ -94,28 +109,29 @@ class Siblings:
     async def _share_port(self, index: int) -> None:
         """Accept the connections of a dead router, until it is back."""
         if index in self._alive:
-            if (server := self._taken_over.pop(index, None)) is not None:
-                server.close()
+            if (accepting := self._taken_over.pop(index, None)) is not None:
+                await accepting.close()
         elif index not in self._taken_over and self._accept is not None:
             _LOG.info("taking over connections of router=%d, which is gone", index)
-            server = await self._accept(index)
-            if index in self._alive or self._leaving or index in self._taken_over:
-                server.close()
-            else:
-                self._taken_over[index] = server
+            self._taken_over[index] = self._accept(self._member.sockets[index].fileno())
 
     # --- questions to them -----------------------------------------------------------------------
 
     async def ask_all(self, path: str, headers: Mapping[str, str]) -> dict[int, httpx.Response]:
         """Return the answers with status 200 of all live siblings to a GET, by position."""
-        indices = sorted(self._alive)
+        indices = await self.alive()
         asked = [self.ask(index, "GET", path, headers) for index in indices]
         answers = zip(indices, await asyncio.gather(*asked), strict=True)
-        return {index: found for index, found in answers if found and found.status_code == 200}
+        return {index: answer for index, answer in answers if answer and answer.status_code == 200}
 
-    @property
-    def alive(self) -> list[int]:
-        """Positions of the live siblings."""
+    async def alive(self) -> list[int]:
+        """Return the positions of the live siblings; right after the start it waits to know them.
+
+        Without their latest metrics the sums would fall, which Prometheus takes for a restart.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_LIMIT_S):
+                await self._all_known.wait()
         return sorted(self._alive)
 
     async def ask(

@@ -23,16 +23,16 @@ def latest_of(parts: list[Any], asked: Mapping[str, str]) -> dict[str, Any]:
     a group are on one host, and have one monotonic clock.
     """
     at_s = max(part.get("at_s", 0.0) for part in parts)  # missing in the version before
-    found = [
+    lines = [
         {**request, "age_s": round(request["age_s"] + at_s - part.get("at_s", at_s), 6)}
         for part in parts
         for request in part["requests"]
     ]
     if asked.get("order") == "slowest":
-        found.sort(key=lambda request: -float(request["elapsed_s"]))
+        lines.sort(key=lambda request: -float(request["elapsed_s"]))
     else:
-        found.sort(key=lambda request: float(request["age_s"]))
-    return {"at_s": at_s, "requests": found[: int(asked.get("limit", _DEFAULT_LIMIT))]}
+        lines.sort(key=lambda request: float(request["age_s"]))
+    return {"at_s": at_s, "requests": lines[: int(asked.get("limit", _DEFAULT_LIMIT))]}
 
 
 def series_of(parts: list[Any], asked: Mapping[str, str]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Acceptor:
         count_failure: Callable[[str], None],
     ) -> None:
         self._listener = socket.socket(fileno=os.dup(listener))
+        self._listener.setblocking(False)
         self._make_connection = make_connection
         self._tls = tls
         self._tasks = BackgroundTasks("acceptor", count_failure)

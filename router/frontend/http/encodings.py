@@ -57,18 +57,18 @@ class Gunzip:
             InvalidRequestError: The data is not valid gzip.
         """
         self._begun = self._begun or bool(data)
-        found = bytearray()
+        output = bytearray()
         try:
             while data:
                 if self._inflate.eof:
                     self._inflate = self._new()
-                found += self._inflate.decompress(data, room - len(found) + 1)
-                if len(found) > room:
+                output += self._inflate.decompress(data, room - len(output) + 1)
+                if len(output) > room:
                     raise BodyTooLargeError
                 data = self._inflate.unused_data if self._inflate.eof else b""
         except zlib.error as error:
             raise _corrupt(str(error)) from error
-        return bytes(found)
+        return bytes(output)
 
     def end(self) -> None:
         """Check that the body is complete."""

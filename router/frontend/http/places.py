@@ -9,8 +9,8 @@ that of the connection that waits longest for a header. If all are busy, only he
 requests with a valid key are served in the reserve.
 
 The same holds for connections of an address that has half of all places, so that one client cannot
-take all of them. Loopback and configured proxies have no such limit: their address stands for many
-clients.
+take all of them. An IPv6 address counts as its network of 64 bits, since a host has many addresses.
+Loopback and configured proxies have no such limit: their address stands for many clients.
 """
 
 import ipaddress
@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 _MIN_RESERVE = 16
 _RESERVE_PART = 16  # one in so many places
 _ADDRESS_PART = 2
+_IPV6_BITS = 64
 
 _Connection = TypeVar("_Connection")
 
@@ -53,7 +54,7 @@ class Places(Generic[_Connection]):
 
     def enter(self, connection: _Connection, address: str) -> _Connection | None:
         """Give a connection a place, and return the one that has to be closed for it."""
-        counted = "" if self._is_shared(address) else address
+        counted = self._counted(address)
         victim = None
         if len(self._open) >= self.limit:
             victim = self._closed(self._strangers, self._idle)
@@ -122,11 +123,15 @@ class Places(Generic[_Connection]):
         if line is not None and connection in self._open:
             line[connection] = None
 
-    def _is_shared(self, address: str) -> bool:
-        """Return whether an address stands for many clients."""
+    def _counted(self, address: str) -> str:
+        """Return the address or network that is limited; "" if it stands for many clients."""
         try:
-            known = ipaddress.ip_address(address)
+            known = ipaddress.ip_address(address.partition("%")[0])
         except ValueError:  # of a Unix socket
-            return True
+            return ""
         known = getattr(known, "ipv4_mapped", None) or known
-        return known.is_loopback or any(known in network for network in self._proxies)
+        if known.is_loopback or any(known in network for network in self._proxies):
+            return ""
+        if known.version == 6:
+            return str(ipaddress.ip_network((known, _IPV6_BITS), strict=False))
+        return str(known)

@@ -9,7 +9,7 @@ connection:
 - body: complete within ``body_timeout_s``. ``router.frontend.api.endpoints.read_body`` reports the
   timeout earlier; this timeout ends bodies that no handler reads.
 - place: see `router.frontend.http.places`.
-- write: the backlog must shrink within ``write_timeout_s``, at a rate of at least ``_SLOWEST``.
+- write: see `router.frontend.http.backlog`.
 """
 
 import asyncio
@@ -33,6 +33,7 @@ from baton.types.errors import (
     UnavailableError,
 )
 from router.frontend.errors import error_response
+from router.frontend.http.backlog import Backlog
 from router.frontend.http.connection import Follower, lend
 from router.frontend.http.head_writer import HeadWriter
 from router.frontend.http.intake import Intake
@@ -50,7 +51,6 @@ _FIELD_BYTES = len(b": \r\n")
 _MOST_PIPELINED = 64  # requests of one connection that wait; each takes 3 KB and more
 _CHUNK_BYTES = 16  # allowance for the frame of a chunk of one byte
 _LINGER_S = 1.0  # a request of the client may be in transit
-_SLOWEST = 64 * 1024  # bytes a second
 _BODY_SLACK_S = 1.0
 _REASONS = {
     400: b"Bad Request",
@@ -117,21 +117,18 @@ class LimitedProtocol(HttpToolsProtocol):
         self._metrics = metrics
         self._header_timer: asyncio.TimerHandle | None = None
         self._body_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
         self._spare_bytes = MAX_HEADER_BYTES  # allowed bytes outside the body
         self._began = False  # whether the received bytes begin a request
-        self._unread = 0  # backlog at the last check
-        self._write_until_s = 0.0
         self._follower: Follower | None = None
         self._lost = False
         self._leaves = False
-
-    # --- connections -----------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept a connection, or reject it if there are too many."""
         super().connection_made(transport)
         self._writer = HeadWriter(transport, self.loop)
+        limit_s = self._limits.write_timeout_s
+        self._backlog = Backlog(transport, self.loop, limit_s, self._metrics)
         self._make_way(self._places.enter(self, self.client[0] if self.client else ""))
         if self._places.is_full:
             self._refuse_place()
@@ -144,10 +141,11 @@ class LimitedProtocol(HttpToolsProtocol):
         """Cancel all timers, and notify the follower."""
         super().connection_lost(exc)
         self._places.leave(self)
-        for timer in (self._header_timer, self._body_timer, self._write_timer):
+        self._backlog.stop()
+        for timer in (self._header_timer, self._body_timer):
             if timer is not None:
                 timer.cancel()
-        self._header_timer = self._body_timer = self._write_timer = None
+        self._header_timer = self._body_timer = None
         self._metrics.set("baton_open_connections", len(self.connections))
         self._lost = True
         if self._follower is not None:
@@ -184,8 +182,6 @@ class LimitedProtocol(HttpToolsProtocol):
         has_request = self._body_timer is not None
         if not has_request and not self.transport.is_closing():
             self.shutdown()
-
-    # --- header ----------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, and start the header timeout of the next request."""
@@ -306,21 +302,19 @@ class LimitedProtocol(HttpToolsProtocol):
     def _problem_of_header(self) -> BatonError | None:
         """Return why a complete header is refused, or None."""
         size = len(self.parser.get_method()) + len(self.url) + _LINE_BYTES
-        found: set[bytes] = set()
+        names: set[bytes] = set()
         for name, value in self.headers:
             size += len(name) + len(value) + _FIELD_BYTES
             if name not in _ONCE:
                 continue
-            if name in found:
+            if name in names:
                 return InvalidRequestError.at(name.decode(), "was sent more than once")
-            found.add(name)
+            names.add(name)
         if size > MAX_HEADER_BYTES:
             return _too_large()
-        if b"host" not in found and not self._is_old:
+        if b"host" not in names and not self._is_old:
             return InvalidRequestError.at("host", "is required by HTTP/1.1")
         return None
-
-    # --- body ------------------------------------------------------------------------------------
 
     def _await_body(self) -> None:
         limit_s = self._limits.body_timeout_s + _BODY_SLACK_S
@@ -347,8 +341,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._body_timer.cancel()
             self._body_timer = None
         super().on_message_complete()
-
-    # --- answers ---------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         """Start a request, and lend this connection to its response."""
@@ -380,14 +372,13 @@ class LimitedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Start the write timeout, because the backlog is large."""
         super().pause_writing()
-        self._await_reader()
+        self._backlog.watch()
 
     def resume_writing(self) -> None:
         """Stop the write timeout, because the client has read most of the backlog."""
         super().resume_writing()
-        if self._write_timer is not None and not self.transport.is_closing():
-            self._write_timer.cancel()
-            self._write_timer = None
+        if not self.transport.is_closing():
+            self._backlog.stop()
         if self._follower is not None:
             self._follower.on_writable()
 
@@ -396,41 +387,17 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.timeout_keep_alive_task is not None:  # no other request waits
             self._places.rest(self, has_key=self.has_key)
-        self._await_reader()
+        self._backlog.watch()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, within the write timeout."""
         super().timeout_keep_alive_handler()
-        self._await_reader()
+        self._backlog.watch()
 
     def shutdown(self) -> None:
         """Close the connection after its response, within the write timeout."""
         super().shutdown()
-        self._await_reader()
-
-    def _await_reader(self) -> None:
-        unread = self.transport.get_write_buffer_size()
-        if self._write_timer is not None or not unread:
-            return
-        self._unread = unread
-        limit_s = self._limits.write_timeout_s
-        self._write_until_s = self.loop.time() + limit_s + unread / _SLOWEST
-        self._write_timer = self.loop.call_later(limit_s, self._check_backlog)
-
-    def _check_backlog(self) -> None:
-        self._write_timer = None
-        unread = self.transport.get_write_buffer_size()
-        if not unread:
-            return
-        if unread >= self._unread or self.loop.time() > self._write_until_s:
-            self._metrics.inc("baton_client_timeouts", kind="write")
-            self.transport.abort()
-            return
-        self._unread = unread
-        limit_s = self._limits.write_timeout_s
-        self._write_timer = self.loop.call_later(limit_s, self._check_backlog)
-
-    # --- errors before there is a request --------------------------------------------------------
+        self._backlog.watch()
 
     def send_400_response(self, msg: str) -> None:
         """Reject invalid HTTP in the format of all errors."""
@@ -446,7 +413,7 @@ class LimitedProtocol(HttpToolsProtocol):
             % (error.status, _REASONS[error.status], retry, len(body), body)
         )
         self.transport.close()
-        self._await_reader()
+        self._backlog.watch()
 
 
 def _too_large() -> PayloadTooLargeError:

@@ -4,21 +4,18 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.telemetry.metrics import Metrics
 from baton.types.errors import BatonError, UnavailableError
-from router.frontend.access import has_key
 from router.frontend.http.connection import connection_of
 from router.frontend.http.web_pages import PROBES
-from router.settings import RouterSettings
+from router.process import Process
 
 
 class Reserve:
     """ASGI middleware that keeps reserved places for health probes and callers with a valid key."""
 
-    def __init__(self, app: ASGIApp, settings: RouterSettings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, router: Process) -> None:
         self._app = app
-        self._settings = settings
-        self._metrics = metrics
+        self._router = router
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one call of the application."""
@@ -26,16 +23,15 @@ class Reserve:
         if connection is None or not connection.is_crowded or scope["path"] in PROBES:
             await self._app(scope, receive, send)
             return
-        if not connection.has_key and (
-            self._settings.api_keys is not None or connection.is_reserved
-        ):
-            connection.has_key = has_key(Headers(scope=scope), self._settings)
+        access = self._router.access
+        if not connection.has_key and (access.needs_key or connection.is_reserved):
+            connection.has_key = access.has_key(Headers(scope=scope))
         if connection.has_key or not connection.is_reserved:
             await self._app(scope, receive, send)
             return
-        self._metrics.inc("baton_connections_refused")
+        self._router.metrics.inc("baton_connections_refused")
         refuse = scope["app"].exception_handlers[BatonError]
-        error = UnavailableError(no_place(self._settings.clients.max_connections))
+        error = UnavailableError(no_place(self._router.settings.clients.max_connections))
         response = await refuse(Request(scope), error)
         response.headers["connection"] = "close"
         await response(scope, receive, send)

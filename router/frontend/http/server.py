@@ -79,18 +79,21 @@ class RouterServer(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
+
+        def accept(listener: int) -> Acceptor:
+            acceptor = Acceptor(listener, make, self.config.ssl, self._count_failure)
+            acceptor.start()
+            return acceptor
+
         for server in self.servers:
-            for listener in server.sockets:
-                acceptor = Acceptor(listener.fileno(), make, self.config.ssl, self._count_failure)
-                acceptor.start()
-                self._acceptors.append(acceptor)
+            self._acceptors += [accept(listener.fileno()) for listener in server.sockets]
         if self._group is not None:
-            await self._group.join(make, self.config.ssl)
+            await self._group.join(make, accept)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop uvicorn; when leaving, after all responses have ended."""
         if self._group is not None:
-            self._group.leave()
+            await self._group.leave()
         for acceptor in self._acceptors:
             await acceptor.close()
         if self._leaving:

@@ -18,8 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton.config.clients import ANY_ORIGIN
 from baton.config.network import address_of, is_loopback
 from baton.types.errors import BatonError, ForeignPageError
-from router.frontend.access import has_operator_key
-from router.settings import RouterSettings
+from router.process import Process
 
 PROBES = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 """Paths of health probes, which are open to everyone."""
@@ -36,9 +35,10 @@ _SHOWN_CHARS = 80
 class PageGuard:
     """ASGI middleware that refuses calls of foreign web pages."""
 
-    def __init__(self, app: ASGIApp, settings: RouterSettings) -> None:
+    def __init__(self, app: ASGIApp, router: Process) -> None:
         self._app = app
-        self._settings = settings
+        self._access = router.access
+        settings = router.settings
         self._origins = settings.clients.cors_origins
         self._is_beyond_loopback = not is_loopback(settings.host)
         names = {settings.host, *settings.clients.hosts}
@@ -51,7 +51,7 @@ class PageGuard:
         if scope["type"] == "http" and scope["path"] not in PROBES:
             headers = Headers(scope=scope)
             problem = self._problem(scope["method"], headers)
-            if problem and not has_operator_key(headers, self._settings):
+            if problem and not self._access.has_operator_key(headers):
                 refuse = scope["app"].exception_handlers[BatonError]
                 response = await refuse(Request(scope), ForeignPageError(problem))
                 await response(scope, receive, send)
@@ -77,10 +77,10 @@ class PageGuard:
 
     def _is_own(self, host: str) -> bool:
         """Return whether ``Host`` is a name that no web page can have."""
-        found = _HOST.fullmatch(host)
-        if found is None:
+        match = _HOST.fullmatch(host)
+        if match is None:
             return False
-        name = found["name"].strip("[]").lower().removesuffix(".")
+        name = match["name"].strip("[]").lower().removesuffix(".")
         address = address_of(name)
         if address is not None:  # DNS plays no part
             is_here = address.is_loopback or address.is_unspecified
@@ -108,6 +108,6 @@ def _is_same(origin: str, host: str, site: str) -> bool:
     of_host = _HOST.fullmatch(host)
     if of_page is None or of_host is None or of_page["name"].lower() != of_host["name"].lower():
         return False
-    ports = [found["port"] or "" for found in (of_page, of_host)]
+    ports = [match["port"] or "" for match in (of_page, of_host)]
     page_port, host_port = ("" if port in _DEFAULT_PORTS else port for port in ports)
     return page_port == host_port or site == "same-origin"

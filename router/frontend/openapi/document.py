@@ -68,17 +68,17 @@ def _complete(operation: dict[str, Any], call: dict[str, Any] | None, model_name
     operation["responses"].setdefault("default", {"description": "Error"} | error)
     if call is None:
         return
-    found = operation["responses"]["200"]
+    answer = operation["responses"]["200"]
     kind = call.get("kind", "application/json")
     if "answer" in call:
-        found |= _content(call["answer"], kind)
+        answer |= _content(call["answer"], kind)
     elif kind != "application/json":
-        found.pop("content", None)
+        answer.pop("content", None)
         if kind:
-            found["content"] = {kind: {"schema": {"type": "string"}}}
+            answer["content"] = {kind: {"schema": {"type": "string"}}}
     if "event" in call:
-        found["content"] |= _content(call["event"], "text/event-stream")["content"]
-        found["description"] = "With `stream: true`, server-sent events with data of this form."
+        answer["content"] |= _content(call["event"], "text/event-stream")["content"]
+        answer["description"] = "With `stream: true`, server-sent events with data of this form."
     if call.get("open"):
         operation["security"] = []
     body = operation.get("requestBody", {}).get("content", {}).get("application/json")

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import Request
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from baton.registry.admin_commands import AdminCommands, CommandReply
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.types.errors import InvalidRequestError, UnavailableError
-from router.frontend.access import check_change, check_operator, who_of
 from router.frontend.api.bodies.common import OperatorBody
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.audited import source_of
@@ -49,16 +48,11 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
     @api.post("/fleet/orders", include_in_schema=False)
     async def order(request: Request) -> dict[str, Any]:
         """Send an admin command to the controller and wait for its answer."""
-        check_change(request.headers, router.settings)
-        try:
-            body = _CommandBody.model_validate_json(await read_body(request, router))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "body"
-            raise InvalidRequestError.at(where, f"{first['msg']}") from error
+        router.access.check_change(request.headers)
+        body = _CommandBody.parse(await read_body(request, router))
         if body.verb in _SUPERVISOR_VERBS:
             raise InvalidRequestError.at("verb", f"{body.verb} is available only to the supervisor")
-        who = who_of(request.headers, router.settings)
+        who = router.access.name(request.headers)
         source = source_of(request)
         answers = [
             (await _ask(desks[name], body, who, source)).data
@@ -72,7 +66,7 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
 
         Each model has its own planner; the default is the first model.
         """
-        check_operator(request.headers, router.settings)
+        router.access.check_operator(request.headers)
         name = next(iter(desks))
         if model is not None:
             name = router.lanes.base(model, "model").model.names[0]
@@ -107,11 +101,11 @@ def _models_of(router: Process, body: _CommandBody, names: list[str]) -> list[st
 
 def _merged(verb: str, answers: list[Any]) -> Any:
     """Return the answers of several controllers to one command as one."""
-    found = [item for answer in answers for item in answer or ()]
+    items = [item for answer in answers for item in answer or ()]
     if verb != "nodes":
-        return found
+        return items
     nodes: dict[str, dict[str, Any]] = {}
-    for node in found:
+    for node in items:
         known = nodes.setdefault(node["address"], node)
         if known is not node:
             known["workers"] += node["workers"]

@@ -13,20 +13,19 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import HTTPException, Request
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from baton.config.clients import ApiKeyConfig
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.tenants.key_record import KeyRecord
 from baton.types.errors import InvalidRequestError, UnavailableError
-from router.frontend.access import check_operator
 from router.frontend.api.bodies.common import OperatorBody
 from router.frontend.api.endpoints import Endpoints, read_body
-from router.frontend.audited import audited
+from router.frontend.audited import audited, audited_soon
 from router.frontend.group.siblings import OWN_ANSWER
 from router.process import Process
 from router.tenants.key_exchange import (
@@ -66,9 +65,6 @@ class _Successor(OperatorBody):
     overlap_s: Annotated[float, Field(ge=0, le=_LONGEST_S)]
 
 
-_Body = TypeVar("_Body", bound=OperatorBody)
-
-
 _Check = Callable[[Request], None]
 """Refuses a call that is not an operator's."""
 
@@ -78,8 +74,8 @@ def routes(router: Process, keys: KeyExchange) -> Endpoints:
     api = Endpoints()
 
     def check(request: Request) -> None:
-        check_operator(request.headers, router.settings)
-        if router.settings.api_keys is None:
+        router.access.check_operator(request.headers)
+        if not router.access.needs_key:
             raise InvalidRequestError(
                 "this fleet checks no API keys; set `clients: {api_keys_file: redis}`, or "
                 "`api_keys`, in the fleet file"
@@ -107,7 +103,7 @@ def _add_issue(api: Endpoints, router: Process, keys: KeyExchange, check: _Check
     async def create(request: Request) -> dict[str, Any]:
         """Issue keys. Those that exist with the same rights are left as they are."""
         check(request)
-        body = _parsed(_NewKeys, await read_body(request, router))
+        body = _NewKeys.parse(await read_body(request, router))
         now_ms = _now_ms()
         for new in body.keys:
             _check_rights(new.rights, router)
@@ -133,7 +129,7 @@ def _add_ends(api: Endpoints, router: Process, keys: KeyExchange, check: _Check)
     async def rotate(request: Request, key_id: str) -> dict[str, Any]:
         """Issue a key with the rights of another one, which expires after the overlap."""
         check(request)
-        body = _parsed(_Successor, await read_body(request, router))
+        body = _Successor.parse(await read_body(request, router))
         now_ms = _now_ms()
         try:
             old = await keys.change(
@@ -166,7 +162,8 @@ def _add_ends(api: Endpoints, router: Process, keys: KeyExchange, check: _Check)
         if not is_own:
             after = {"tenant": key.rights.tenant}
             # The sibling routers receive the call after this answer: do not wait for Redis here.
-            await audited(router, request, "keys revoke", key_id, after=after, wait=is_shared)
+            write = audited if is_shared else audited_soon
+            await write(router, request, "keys revoke", key_id, after=after)
         return {**_shown(key, now_ms), "everywhere": is_shared}
 
 
@@ -204,10 +201,10 @@ def _record_of(new: _NewKey, now_ms: int) -> KeyRecord:
 
 def _check_rights(rights: ApiKeyConfig, router: Process) -> None:
     """Refuse rights that have no effect in this fleet."""
-    settings = router.settings
-    if rights.log_text and not (settings.logs.requests and settings.logs.format == "json"):
+    logs = router.settings.logs
+    if rights.log_text and not (logs.requests and logs.format == "json"):
         raise InvalidRequestError("log_text needs `logs: {format: json, requests: true}`")
-    if rights.adapters == "own" and settings.adapter_folder is None:
+    if rights.adapters == "own" and router.lanes.first.settings.adapter_folder is None:
         raise InvalidRequestError("`adapters: own` needs `adapters: {folder: FOLDER}`")
 
 
@@ -227,15 +224,6 @@ def _shown(key: IssuedKey, now_ms: int, used_day: int = 0) -> dict[str, Any]:
 
 def _date(day: int) -> str:
     return datetime.fromtimestamp(day * DAY_MS / 1000, UTC).date().isoformat()
-
-
-def _parsed(kind: type[_Body], raw: bytes) -> _Body:
-    try:
-        return kind.model_validate_json(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "body"
-        raise InvalidRequestError.at(where, f"{first['msg']}") from error
 
 
 def _refusal(error: Exception) -> Exception:

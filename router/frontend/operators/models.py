@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Request
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from baton.registry.admin_commands import AdminCommands
 from baton.registry.redis_store import RegistryUnavailableError
@@ -23,7 +23,6 @@ from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.gates import MAX_GOLDEN, GoldenPrompt, GoldenRound
 from baton.types.routes import NameRoute, RouteTable
 from baton.types.versioned import TableChangeError
-from router.frontend.access import check_change, check_operator, who_of
 from router.frontend.api.bodies.common import OperatorBody
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.audited import audited
@@ -85,7 +84,7 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
     @api.get("/fleet/models", include_in_schema=False)
     async def listed(request: Request) -> dict[str, Any]:
         """List the models with their workers and versions, and the routes of names."""
-        check_operator(request.headers, router.settings)
+        router.access.check_operator(request.headers)
         return {
             "models": [_lane(router, lane) for lane in router.lanes],
             "routes": {
@@ -100,19 +99,14 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
     @api.post("/fleet/models", include_in_schema=False)
     async def change(request: Request) -> dict[str, Any]:
         """Change the models of a name. Every router applies it within a second."""
-        check_change(request.headers, router.settings)
-        try:
-            body = _ChangeBody.model_validate_json(await read_body(request, router))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "body"
-            raise InvalidRequestError.at(where, first["msg"]) from error
+        router.access.check_change(request.headers)
+        body = _ChangeBody.parse(await read_body(request, router))
         if body.verb in ("load", "unload"):
             lane = _lane_to_load(router, body)
             name = lane.model.names[0]
             if name not in desks:
                 raise UnavailableError("this router has no connection to the fleet's Redis")
-            await ask(desks[name], body.verb, who_of(request.headers, router.settings))
+            await ask(desks[name], body.verb, router.access.name(request.headers))
             return {"name": name, "route": None}
         if body.verb == "gate":
             return await gate(request, body)
@@ -138,8 +132,8 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
             await audited(router, request, "models gate", body.name, before=was, after=len(prompts))
         if not golden_of(router, body.name):
             return {"name": body.name, "route": None, "golden": None}
-        found = await runner.run(body.name, everywhere=True)
-        return {"name": body.name, "route": None, "golden": round_state(found)}
+        golden = await runner.run(body.name, everywhere=True)
+        return {"name": body.name, "route": None, "golden": round_state(golden)}
 
     return api
 
@@ -186,15 +180,15 @@ async def _passed(router: Process, runner: GoldenRunner, model: str) -> GoldenRo
     """
     if not router.lanes.serves(model) or not golden_of(router, model):
         return None
-    found = await runner.run(model, everywhere=True)
-    if not found.passed:
-        name, problem = next(iter({**found.wrong, **found.failed}.items()))
+    golden = await runner.run(model, everywhere=True)
+    if not golden.passed:
+        name, problem = next(iter({**golden.wrong, **golden.failed}.items()))
         raise InvalidRequestError.at(
             "model",
-            f"{model} gets no requests: {len(found.wrong) + len(found.failed)} golden prompts "
+            f"{model} gets no requests: {len(golden.wrong) + len(golden.failed)} golden prompts "
             f"failed; {name!r}: {problem}",
         )
-    return found
+    return golden
 
 
 async def _warm(router: Process, body: _ChangeBody) -> None:

@@ -17,8 +17,6 @@ from fastapi import HTTPException, Query, Request, Response
 
 from baton.telemetry.version import version
 from baton.types.errors import UnavailableError
-from baton.types.lanes import whole_fleet
-from router.frontend.access import access_of, check_operator, is_operator
 from router.frontend.api.endpoints import Endpoints
 from router.frontend.operators.tenant_gauges import TenantGauges
 from router.lane import Lane
@@ -64,7 +62,7 @@ def _add_health(api: Endpoints, router: Process) -> None:
     @api.get("/load")
     async def load(request: Request) -> dict[str, int]:
         """Count the running and waiting requests of this router."""
-        check_operator(request.headers, router.settings)
+        router.access.check_operator(request.headers)
         return {"server_load": router.lanes.in_flight}
 
     @api.head("/health/live", include_in_schema=False)
@@ -77,7 +75,7 @@ def _add_health(api: Endpoints, router: Process) -> None:
     @api.get("/health/ready")
     async def ready(request: Request, response: Response) -> dict[str, Any]:
         """Check that each pair of workers recently served a short request."""
-        first = is_operator(request.headers, router.settings)
+        first = router.access.is_operator(request.headers)
         result = _together(
             await asyncio.gather(*(lane.prober.check(first=first) for lane in _loaded(router)))
         )
@@ -92,26 +90,26 @@ def _add_fleet(api: Endpoints, router: Process) -> None:
     @api.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Return metrics in Prometheus' text format."""
-        check_operator(request.headers, router.settings)
+        router.access.check_operator(request.headers)
         _set_gauges(router)
-        tenant_gauges.update(router.metrics, router.quotas.quotas, router.settings)
+        tenant_gauges.update(router.metrics, router.quotas.quotas, router.access)
         return Response(router.metrics.render(), media_type=router.metrics.content_type)
 
     @api.get("/fleet")
     async def fleet(request: Request) -> dict[str, Any]:
         """List the workers as reported ``age_s`` seconds ago (2 s, rarely 5 s)."""
-        check_operator(request.headers, router.settings)
+        router.access.check_operator(request.headers)
         return router.lanes.describe()
 
     @api.get("/fleet/cells", include_in_schema=False)
     async def cells(request: Request) -> Response:
         """List the workers in short rows, for the live page."""
-        check_operator(request.headers, router.settings)
+        router.access.check_operator(request.headers)
         return _json(
             {
-                "fleet": whole_fleet(router.settings.fleet),
+                "fleet": router.settings.fleet,
                 "version": own_version,
-                "emulated": router.settings.emulated or None,
+                "emulated": router.lanes.first.settings.emulated or None,
                 "transfers": router.lanes.transfers(),
                 "columns": COLUMNS,
                 "workers": [row for lane in router.lanes for row in lane.worker_cells.rows()],
@@ -121,7 +119,7 @@ def _add_fleet(api: Endpoints, router: Process) -> None:
     @api.get("/fleet/targets")
     async def targets(request: Request) -> list[dict[str, Any]]:
         """List scrape targets for Prometheus' HTTP service discovery."""
-        check_operator(request.headers, router.settings)
+        router.access.check_operator(request.headers)
         return _targets(router, request.url.netloc)
 
     @api.get("/fleet/series")
@@ -130,7 +128,7 @@ def _add_fleet(api: Endpoints, router: Process) -> None:
 
         ``workers`` adds the measured rates of each worker.
         """
-        check_operator(request.headers, router.settings)
+        router.access.check_operator(request.headers)
         samples = router.observer.series
         return _json(
             {
@@ -152,7 +150,7 @@ def _add_requests(api: Endpoints, router: Process) -> None:
 
         Ages refer to ``at_s``, seconds since the host's start.
         """
-        access = access_of(request.headers, router.settings)
+        access = router.access.of(request.headers)
         tenant = None if access.operator else access.tenant
         kept = router.lanes.newest_first()
         now_ns = monotonic_ns()
@@ -160,13 +158,13 @@ def _add_requests(api: Endpoints, router: Process) -> None:
             router.refused.newest_first(tenant),
             router.past_reports.newest_first(tenant),
         )
-        found = latest(kept, others, now_ns, tenant=tenant, limit=limit, order=order)
-        return {"at_s": round(now_ns / 1e9, 6), "requests": found}
+        lines = latest(kept, others, now_ns, tenant=tenant, limit=limit, order=order)
+        return {"at_s": round(now_ns / 1e9, 6), "requests": lines}
 
     @api.get("/fleet/requests/{request_id}")
     async def explain(request: Request, request_id: str) -> dict[str, Any]:
         """Return the request report, by Baton's request id or the client's own."""
-        access = access_of(request.headers, router.settings)
+        access = router.access.of(request.headers)
         tenant = None if access.operator else access.tenant
         explanation = router.lanes.report(request_id, tenant)
         if explanation is None and (refused := router.refused.get(request_id, tenant)):
@@ -251,7 +249,7 @@ def _set_gauges(router: Process) -> None:
 
 
 def _set_key_gauges(router: Process) -> None:
-    table = router.settings.issued_keys
+    table = router.access.issued_keys
     for state, count in table.counts(time_ns() // 1_000_000).items():
         router.metrics.set("baton_keys", count, state=state)
     if table.compared_s is not None:
@@ -259,11 +257,10 @@ def _set_key_gauges(router: Process) -> None:
 
 
 def _targets(router: Process, own_address: str) -> list[dict[str, Any]]:
-    fleet = whole_fleet(router.settings.fleet)
-    settings = router.settings
-    scheme = {"__scheme__": "https"} if settings.https is not None else {}
+    fleet = router.settings.fleet
+    scheme = {"__scheme__": "https"} if router.settings.https is not None else {}
     own = {"targets": [own_address], "labels": {"component": "router", "fleet": fleet, **scheme}}
-    scheme = {"__scheme__": "https"} if settings.tls is not None else {}
+    scheme = {"__scheme__": "https"} if router.core.tls is not None else {}
     workers = [
         {
             "targets": [slot.record.metrics_address],

@@ -5,7 +5,7 @@ from time import monotonic_ns
 from baton.config.secrets import ApiKeysFile
 from baton.telemetry.metrics import Metrics
 from baton.tenants.tenants_file import TenantsFile
-from router.settings import RouterSettings
+from router.tenants.access import AccessControl
 from router.tenants.quota import Quotas
 
 _MOST_TENANTS = 80  # each has up to three series of a metric, of MAX_LABEL_SETS
@@ -19,7 +19,7 @@ class TenantGauges:
         self._shown: set[tuple[str, str]] = set()
         self._tenants: set[str] = set()
 
-    def update(self, metrics: Metrics, quotas: Quotas, settings: RouterSettings) -> None:
+    def update(self, metrics: Metrics, quotas: Quotas, access: AccessControl) -> None:
         """Set the gauges. Those of limits that no longer exist are 0."""
         now_ns = monotonic_ns()
         debt_tokens = 0
@@ -41,7 +41,7 @@ class TenantGauges:
             metrics.set("baton_quota_tokens", 0, tenant=tenant, kind=kind)
             metrics.set("baton_quota_limit_tokens", 0, tenant=tenant, kind=kind)
         metrics.set("baton_quota_debt_tokens", debt_tokens)
-        files = {"api_keys": settings.api_keys, "tenants": settings.tenants_file}
+        files = {"api_keys": access.api_keys, "tenants": access.policies.file}
         for name, file in files.items():
             if isinstance(file, ApiKeysFile | TenantsFile):
                 metrics.set("baton_file_stale", file.is_stale, file=name)

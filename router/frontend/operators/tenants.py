@@ -18,15 +18,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from baton.config.clients import Tenant
 from baton.registry.redis_store import RegistryUnavailableError
-from baton.tenants.erasures import Erasures
 from baton.tenants.limits import Limits
 from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.versioned import TableChangeError
-from router.frontend.access import Access, access_of, check_change
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.audited import audited
 from router.frontend.operators.deletion.command import delete_tenant
 from router.process import Process
+from router.tenants.access import Access
 from router.tenants.limits_table import SyncedLimits
 
 _LOG = logging.getLogger(__name__)
@@ -38,14 +37,12 @@ _NO_REDIS = "this router has no connection to the fleet's Redis"
 _TENANT: TypeAdapter[str] = TypeAdapter(Tenant)
 
 
-def routes(
-    router: Process, synced: SyncedLimits | None, erasures: Erasures | None = None
-) -> Endpoints:
+def routes(router: Process) -> Endpoints:
     """Return the endpoints of tenants' limits. Changes are for operators."""
     api = Endpoints()
 
     def check(request: Request) -> None:
-        check_change(request.headers, router.settings)
+        router.access.check_change(request.headers)
 
     @api.get("/fleet/tenants", include_in_schema=False)
     async def listed(
@@ -55,7 +52,7 @@ def routes(
 
         With ``limit``, the answer has their use, which is current from the second call on.
         """
-        return _list(router, access_of(request.headers, router.settings), limit)
+        return _list(router, router.access.of(request.headers), limit)
 
     @api.put("/fleet/tenants/{tenant}", include_in_schema=False)
     async def set_limits(request: Request, tenant: str) -> dict[str, Any]:
@@ -66,6 +63,7 @@ def routes(
             given = msgspec.json.decode(await read_body(request, router), type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise InvalidRequestError.at("body", str(error)) from error
+        synced = router.limits
         if synced is None:
             raise UnavailableError(_NO_REDIS)
         before = synced.table.tenants.get(name)
@@ -79,10 +77,11 @@ def routes(
     async def delete(request: Request, tenant: str) -> dict[str, Any]:
         """Delete a tenant's limits, data and KV, and return the receipt."""
         check(request)
-        if synced is None or erasures is None:
+        synced = router.limits
+        if synced is None or router.sources is None:
             raise UnavailableError(_NO_REDIS)
         with _told():
-            receipt = await delete_tenant(router, synced, erasures, _checked(tenant))
+            receipt = await delete_tenant(router, router.sources, synced, _checked(tenant))
         _LOG.info("deleted tenant=%s deletion=%s", tenant, receipt["deletion"])
         await audited(router, request, "tenants delete", tenant, after=receipt)
         return receipt
@@ -106,14 +105,14 @@ async def _change(
     with _told():
         await synced.change_tenant(tenant, edited)
         keep_s = made[-1].keep_s
-        if keep_s is not None and router.sources.responses is not None:
+        if keep_s is not None and router.sources is not None:
             await router.sources.responses.shorten(tenant, keep_s)
     _LOG.info("changed limits of tenant=%s", tenant)
     return made[-1]
 
 
 def _list(router: Process, access: Access, limit: int | None) -> dict[str, Any]:
-    tenants = router.settings.policies.all
+    tenants = router.policies.all
     names = sorted(tenants, key=_natural) if access.operator else [access.tenant]
     names = [name for name in names if name in tenants]
     shown = [_shown(name, tenants[name]) for name in names[:limit]]
@@ -124,7 +123,7 @@ def _list(router: Process, access: Access, limit: int | None) -> dict[str, Any]:
         for row in shown:
             standings = quotas.standing(row["tenant"], now_ns)
             row["used"] = {kind: standing.used for kind, standing in standings.items()}
-    source = router.settings.tenants_file
+    source = router.policies.file
     is_shown = access.operator and source is not None and source.is_used
     return {
         "total": len(names),

@@ -22,7 +22,6 @@ from baton.tenants.usage.ledger import HOUR_S, WORKERS, Counters, RowName, summe
 from baton.tenants.usage.shared import KEPT_DAYS, HourUsage, SharedUsage
 from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.lanes import lane_of
-from router.frontend.access import access_of
 from router.frontend.api.endpoints import Endpoints
 from router.process import Process
 
@@ -52,16 +51,16 @@ def routes(router: Process, shared: SharedUsage) -> Endpoints:
     @api.get("/v1/organization/usage/completions")
     async def completions_usage(request: Request) -> dict[str, Any]:
         """Return usage in OpenAI's form: `project_id` is the tenant."""
-        access = access_of(request.headers, router.settings)
+        access = router.access.of(request.headers)
         query = _Query.of(request.query_params)
-        found = await read(query.begin_s // HOUR_S, query.end_s // HOUR_S)
+        hours = await read(query.begin_s // HOUR_S, query.end_s // HOUR_S)
         only = None if access.operator else access.tenant
-        return query.page(found, only)
+        return query.page(hours, only)
 
     @api.get("/fleet/usage", include_in_schema=False)
     async def usage(request: Request) -> dict[str, Any]:
         """Return usage and costs by line."""
-        access = access_of(request.headers, router.settings)
+        access = router.access.of(request.headers)
         only = None if access.operator else access.tenant
         given = request.query_params
         by = [name for name in given.get("by", "tenant").split(",") if name]
@@ -72,14 +71,14 @@ def routes(router: Process, shared: SharedUsage) -> Endpoints:
             )
         end_s = _seconds(given, "end_time", _open_end_s())
         begin_s = _seconds(given, "start_time", end_s - _DAY_S)
-        found = await read(begin_s // HOUR_S, -(-end_s // HOUR_S))
-        price = router.settings.price_per_hour
+        hours = await read(begin_s // HOUR_S, -(-end_s // HOUR_S))
+        price = router.lanes.first.settings.price_per_hour
         return {
             "start_time": begin_s // HOUR_S * HOUR_S,
             "end_time": -(-end_s // HOUR_S) * HOUR_S,
             "price_per_hour": price,
-            "worker_seconds": worker_seconds(found) if only is None else {},
-            "lines": msgspec.to_builtins(bill(found, by, price, only, _prices(router))),
+            "worker_seconds": worker_seconds(hours) if only is None else {},
+            "lines": msgspec.to_builtins(bill(hours, by, price, only, _prices(router))),
         }
 
     return api

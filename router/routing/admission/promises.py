@@ -78,8 +78,8 @@ class Promises:
         due_ns = max(self._last_ns, begin_ns) + round(work_s / max(rate, 1e-3) * 1e9)
         if due_ns - now_ns <= most_s * 1e9 and len(self._later) + len(self._soon) < _MOST:
             self._last_ns = due_ns
-            self._kept[caller] = one = _Promise(caller, due_ns, work_s)
-            self._later.append(one)
+            self._kept[caller] = promise = _Promise(caller, due_ns, work_s)
+            self._later.append(promise)
         return min((due_ns - now_ns) / 1e9, most_s)
 
     def due(self, caller: Hashable, now_ns: int) -> bool | None:
@@ -108,15 +108,15 @@ class Promises:
 
     def _pass(self, now_ns: int) -> None:
         while self._later and self._later[0].due_ns <= now_ns + _AHEAD_S * 1e9:
-            one = self._later.popleft()
-            self._soon.append(one)
-            if self._kept.get(one.caller) is one:
-                self._soon_s += one.work_s
+            promise = self._later.popleft()
+            self._soon.append(promise)
+            if self._kept.get(promise.caller) is promise:
+                self._soon_s += promise.work_s
         while self._soon and self._soon[0].due_ns <= now_ns - HOLD_S * 1e9:
-            one = self._soon.popleft()
-            if self._kept.get(one.caller) is one:
-                self._soon_s -= one.work_s
-                del self._kept[one.caller]
+            promise = self._soon.popleft()
+            if self._kept.get(promise.caller) is promise:
+                self._soon_s -= promise.work_s
+                del self._kept[promise.caller]
 
 
 class _Rate:

@@ -60,6 +60,23 @@ _LEAST_TOKENS = 16  # of a response whose ITL counts: in short ones the transfer
 _MAX_RETRY_AFTER_S = 600.0
 
 
+class GateRequest(NamedTuple):
+    """A request at the gate.
+
+    Attributes:
+        slo: Its limits.
+        waited_s: Time since its arrival.
+        caller: Name by which its client is recognised when it comes again.
+        over_share: Whether its tenant has more than its part of the fleet.
+    """
+
+    id: str
+    slo: Slo
+    waited_s: float
+    caller: Hashable
+    over_share: bool = False
+
+
 class Prediction(NamedTuple):
     """Latencies of a request on the workers that placement has chosen for it.
 
@@ -155,29 +172,24 @@ class SloGate:
 
     def judge(
         self,
-        request_id: str,
+        request: GateRequest,
         prediction: Prediction,
-        slo: Slo,
         *,
-        waited_s: float,
         workers: int,
         now_ns: int,
-        caller: Hashable,
-        over_share: bool = False,
     ) -> SloDecision:
         """Decide on a request that came now, or on one in the lane, which leaves it if placed.
 
         Args:
-            request_id: Id of the request.
+            request: The request.
             prediction: Its latencies on the workers that placement would choose.
-            slo: Its limits.
-            waited_s: Time since its arrival.
             workers: Number of workers that compute prompts.
             now_ns: Time on the router's clock.
-            caller: Name by which its client is recognised when it comes again.
-            over_share: Whether its tenant has more than its part of the fleet.
         """
-        late = self._lane.get(request_id)
+        slo = request.slo
+        caller = request.caller
+        over_share = request.over_share
+        late = self._lane.get(request.id)
         due = None if late is not None else self.promises.due(caller, now_ns)
         # A tenant that has more than its part gains nothing by coming again.
         returned = bool(due) and not over_share if late is None else late.returned
@@ -186,11 +198,11 @@ class SloGate:
         pressure = 1.0 if early else 0.0 if returned else self.promises.pressure(now_ns)
         strict = over_share or early
         behind = not returned and self._is_awaited(now_ns)
-        on_time = not behind and self._is_on_time(prediction, slo, waited_s, strict, pressure)
+        on_time = not behind and self._is_on_time(prediction, request, strict, pressure)
         if late is None and not on_time:
             self._late_ns = now_ns
         if on_time or (late is not None and self._may_run_late(prediction, slo, now_ns)):
-            self.leave(request_id)
+            self.leave(request.id)
             self.promises.came(caller)
             self.promises.placed(prediction.compute_s, now_ns)
             return SloDecision.PLACE
@@ -204,9 +216,9 @@ class SloGate:
             caller=caller,
             returned=returned,
         )
-        if self._defer(request_id, entry, LANE_WORK * slo.ttft_s * workers):
+        if self._defer(request.id, entry, LANE_WORK * slo.ttft_s * workers):
             if returned:
-                self._returned[request_id] = now_ns + round(HEADROOM * slo.ttft_s * 1e9)
+                self._returned[request.id] = now_ns + round(HEADROOM * slo.ttft_s * 1e9)
             self.promises.came(caller)
             return SloDecision.WAIT
         return SloDecision.REFUSE
@@ -218,14 +230,14 @@ class SloGate:
     def _is_on_time(
         self,
         prediction: Prediction,
-        slo: Slo,
-        waited_s: float,
+        request: GateRequest,
         strict: bool,
         pressure: float,
     ) -> bool:
         share = HEADROOM * (OVER_SHARE if strict else 1.0) * (1.0 - YIELD_WAIT * pressure)
-        wait_s = waited_s + prediction.wait_s + self._wait_errors_s.value
-        return wait_s <= slo.ttft_s * share and self._keeps_step(prediction, slo, pressure)
+        wait_s = request.waited_s + prediction.wait_s + self._wait_errors_s.value
+        on_time = wait_s <= request.slo.ttft_s * share
+        return on_time and self._keeps_step(prediction, request.slo, pressure)
 
     def _may_run_late(self, prediction: Prediction, slo: Slo, now_ns: int) -> bool:
         """Return whether the chosen workers are idle, or idle enough while no others are late."""

@@ -16,7 +16,7 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.text.confined import frame
 from baton.text.grammar import MAX_SOURCE_CHARACTERS, GrammarKind, Vocabulary
 from baton.text.grammar_check import Question, TriedGrammar
-from baton.types.errors import BatonError, GrammarError
+from baton.types.errors import BatonError, GrammarError, UnavailableError
 from router.routing.checks.fair_limit import FairLimit
 from router.routing.checks.process import ConfinedProcess, ProcessEndedError
 
@@ -116,7 +116,9 @@ class GrammarChecker:
             verdict = msgspec.msgpack.decode(body, type=TriedGrammar)
         except TimeoutError:  # not kept: the machine may have been busy
             return TriedGrammar(error=f"{TIMED_OUT} {self._limit_s:g} s to compile")
-        except ProcessEndedError:
+        except ProcessEndedError as error:
+            if error.killed:
+                raise UnavailableError("the compiler of grammars was killed; try again") from error
             verdict = TriedGrammar(
                 error=f"{_EXPENSIVE}it is nested too deeply, or needs much memory"
             )

@@ -2,16 +2,27 @@
 
 import asyncio
 import contextlib
+import signal
 import sys
 
 from baton.text.confined import LENGTH
 from baton.types.errors import UnavailableError
 
 START_LIMIT_S = 60.0
+_EXIT_S = 1.0  # between the end of a process's output and its own
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # its own faults end it otherwise
 
 
 class ProcessEndedError(Exception):
-    """The process ended before it answered."""
+    """The process ended before it answered.
+
+    Attributes:
+        killed: Another process ended it, so the question may be harmless.
+    """
+
+    def __init__(self, *, killed: bool = False) -> None:
+        super().__init__()
+        self.killed = killed
 
 
 class ConfinedProcess:
@@ -72,8 +83,11 @@ class ConfinedProcess:
                 (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
                 return await process.stdout.readexactly(size)
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError) as error:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _EXIT_S)
+            killed = process.returncode in _KILLED
             await self.kill()
-            raise ProcessEndedError from error
+            raise ProcessEndedError(killed=killed) from error
         except BaseException:
             await self.kill()
             raise

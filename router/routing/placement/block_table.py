@@ -150,18 +150,18 @@ class PlainBlockTable:
         """Match a prompt; see ``BlockTable``."""
         tables = [self, *(other for other in others if isinstance(other, PlainBlockTable))]
         alive = live.numbers
-        found = []
+        lengths = []
         count = 0
         for count, block_hash in enumerate(each_hash(hashes)):
             having: set[int] = set()
             for table in tables:
                 having |= table.parts[block_hash[-1]].get(block_hash, having)
             if count:
-                found += [(worker, count) for worker in alive - having]
+                lengths += [(worker, count) for worker in alive - having]
             alive = alive & having
             if not alive:
-                return found
-        return found + [(worker, count + 1) for worker in alive] if hashes else []
+                return lengths
+        return lengths + [(worker, count + 1) for worker in alive] if hashes else []
 
     def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:
         """Remove workers from some parts; see ``BlockTable``."""
@@ -253,7 +253,7 @@ class NativeBlockTable:
             self._lengths = np.zeros(most, np.uint32)
             self._found_at = self._workers.ctypes.data, self._lengths.ctypes.data
         # Not a ctypes array: each length is a new type, which takes longer to create than this.
-        found = self._library.baton_blocks_match(
+        count = self._library.baton_blocks_match(
             b"".join([table.packed_handle for table in tables]),
             len(tables),
             hashes,
@@ -262,8 +262,8 @@ class NativeBlockTable:
             len(live.bits) // 8,
             *self._found_at,
         )
-        workers = self._workers[:found].tolist()
-        lengths = self._lengths[:found].tolist()
+        workers = self._workers[:count].tolist()
+        lengths = self._lengths[:count].tolist()
         return list(zip(workers, lengths, strict=True))
 
     def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:
@@ -280,9 +280,9 @@ class NativeBlockTable:
         """Return all blocks of a worker."""
         self.widen(worker + 1)
         count = self._library.baton_blocks_list(self.handle, worker, None, 0)
-        found = ctypes.create_string_buffer(max(count, 1) * HASH_BYTES)
-        self._library.baton_blocks_list(self.handle, worker, found, count)
-        return list(each_hash(found.raw[: count * HASH_BYTES]))
+        buffer = ctypes.create_string_buffer(max(count, 1) * HASH_BYTES)
+        self._library.baton_blocks_list(self.handle, worker, buffer, count)
+        return list(each_hash(buffer.raw[: count * HASH_BYTES]))
 
     def clear(self) -> None:
         """Remove all blocks of all workers."""

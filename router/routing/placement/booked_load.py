@@ -35,34 +35,45 @@ class Unreported(NamedTuple):
 _NOTHING = Unreported()
 
 
-@dataclass(slots=True)
-class _Booking:
+@dataclass(slots=True, kw_only=True)
+class Booking:
+    """Load of a placement on one worker.
+
+    Attributes:
+        tokens: Prompt tokens to compute.
+        context: Sum over ``tokens`` of the tokens before each.
+        streams: Sequences to run.
+        stream_tokens: Tokens of the prompts of these sequences.
+        at_ns: Time from which a report may include the load.
+        adapter: Digest of the adapter that the worker needs; empty for none.
+    """
+
     tokens: int
-    context: int
+    context: int = 0
     streams: int
-    stream_tokens: int
+    stream_tokens: int = 0
     at_ns: int
-    adapter: str
+    adapter: str = ""
 
 
 @dataclass(slots=True)
 class _Worker:
     """Bookings by request; unreported ones are in both dicts, and in the sums."""
 
-    live: dict[str, _Booking] = field(default_factory=dict)
-    unreported: dict[str, _Booking] = field(default_factory=dict)
-    ended: list[tuple[int, _Booking]] = field(default_factory=list)  # with the end in ns
+    live: dict[str, Booking] = field(default_factory=dict)
+    unreported: dict[str, Booking] = field(default_factory=dict)
+    ended: list[tuple[int, Booking]] = field(default_factory=list)  # with the end in ns
     tokens: int = 0
     context: int = 0
     streams: int = 0
     stream_tokens: int = 0
 
-    def add(self, booking: _Booking, sign: int) -> None:
+    def add(self, booking: Booking, sign: int) -> None:
         self.tokens += sign * booking.tokens
         self.context += sign * booking.context
         self.add_streams(booking, sign)
 
-    def add_streams(self, booking: _Booking, sign: int) -> None:
+    def add_streams(self, booking: Booking, sign: int) -> None:
         self.streams += sign * booking.streams
         self.stream_tokens += sign * booking.stream_tokens
 
@@ -80,24 +91,8 @@ class LoadBook:
         self._workers_of: dict[str, set[str]] = {}  # by request
         self._changed: set[str] = set()
 
-    def book(
-        self,
-        worker_id: str,
-        request_id: str,
-        *,
-        tokens: int,
-        streams: int,
-        now_ns: int,
-        context: int = 0,
-        stream_tokens: int = 0,
-        adapter: str = "",
-    ) -> None:
-        """Book a placement: prompt tokens to compute, and sequences to run.
-
-        ``context`` is the sum over ``tokens`` of the tokens before each, and ``stream_tokens`` are
-        those of the sequences' prompts.
-        """
-        booking = _Booking(tokens, context, streams, stream_tokens, now_ns, adapter)
+    def book(self, worker_id: str, request_id: str, booking: Booking) -> None:
+        """Book a placement of a request."""
         worker = self._workers.get(worker_id)
         if worker is None:
             worker = self._workers[worker_id] = _Worker()

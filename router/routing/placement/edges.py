@@ -46,8 +46,8 @@ class Links:
         if source is None:
             return 0.0
         rates = self._rates
-        if found := rates.between.get((source, host)):
-            return found
+        if measured := rates.between.get((source, host)):
+            return measured
         if source == host:
             return 0.0
         ends = (rates.out.get(source), rates.into.get(host))
@@ -82,9 +82,9 @@ class ReportedEdges(Mapping[str, float]):
 
     def get(self, source_id: str, default: float | None = None) -> float | None:  # type: ignore[override]
         """Return the rate of an edge, measured here or estimated from others."""
-        found = self._rates().get(source_id)
-        if found or not self._links.has_estimates:
-            return found or default
+        rate = self._rates().get(source_id)
+        if rate or not self._links.has_estimates:
+            return rate or default
         return self._links.bytes_per_s(source_id, self.host) or default
 
     def __iter__(self) -> Iterator[str]:

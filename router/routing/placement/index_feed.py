@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Set
-from typing import Protocol
+from collections.abc import Callable, Set
 
-from baton.registry.types import FeedItem, Refreshed, Snapshot
+from baton.registry.event_feed import EventFeed
+from baton.registry.types import Refreshed, Snapshot
 from baton.telemetry.metrics import Metrics
 from baton.telemetry.tasks import BackgroundTasks
 from router.routing.placement.prefix_index import Applied, PrefixIndex
@@ -13,27 +13,16 @@ from router.routing.placement.prefix_index import Applied, PrefixIndex
 _HOLD_S = 0.001  # one more item may follow: some milliseconds at most
 
 
-class EventSource(Protocol):
-    """KV events of all workers, without gaps; implemented by `baton.registry.event_feed`."""
-
-    def want(self, incarnation: bytes) -> None:
-        """Send a snapshot of the incarnation, even if no event was missed."""
-
-    def __aiter__(self) -> AsyncIterator[FeedItem | Refreshed]:
-        """Yield events for as long as the router runs."""
-
-
 class IndexFeeder:
     """Task that applies KV events to the prefix index.
 
-    Without ``events`` the index stays empty, and routing uses load alone. ``on_refreshed`` gets the
-    incarnations that refreshed their keys, while Redis answers.
+    ``on_refreshed`` gets the incarnations that refreshed their keys, while Redis answers.
     """
 
     def __init__(
         self,
         prefix_index: PrefixIndex,
-        events: EventSource | None,
+        events: EventFeed,
         metrics: Metrics,
         on_refreshed: Callable[[Set[bytes]], None] = lambda _: None,
     ) -> None:
@@ -47,17 +36,15 @@ class IndexFeeder:
 
     def start(self) -> None:
         """Start reading. Needs a running event loop."""
-        events = self._events
-        if events is not None:
-            self._tasks.keep(lambda: self._run(events), "prefix index")
+        self._tasks.keep(self._run, "prefix index")
 
     async def close(self) -> None:
         """Stop reading KV events."""
         await self._tasks.close()
 
-    async def _run(self, events: EventSource) -> None:
+    async def _run(self) -> None:
         pause = _Pause()
-        async for item in events:
+        async for item in self._events:
             # The source fills gaps in what it read. Here the index has dropped the blocks of a
             # worker that it took for dead, and the worker is alive.
             if isinstance(item, Refreshed):
@@ -69,7 +56,7 @@ class IndexFeeder:
             else:
                 result = self._prefix_index.apply(item)
             if result is Applied.SNAPSHOT_NEEDED:
-                events.want(item.incarnation)
+                self._events.want(item.incarnation)
                 self._metrics.inc("baton_prefix_index_sequence_gaps")
             if pause.is_due():
                 await asyncio.sleep(0)  # a backlog must not delay tokens

@@ -2,7 +2,7 @@
 
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic_ns
@@ -15,8 +15,8 @@ from baton.telemetry.running_mean import RunningMean
 from baton.types.errors import UnavailableError
 from baton.types.geometry import context_tokens
 from router.request import GenerationRequest
-from router.routing.placement.block_table import HASH_BYTES, Hashes, packed
-from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.block_table import Hashes, packed
+from router.routing.placement.booked_load import Booking, LoadBook
 from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import (
     PAIRED_OF_A_ROLE,
@@ -29,11 +29,11 @@ from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.prefix_sources import Source
 from router.routing.placement.pricing import Asked
 from router.routing.placement.prompt_hashes import HashSeedCache, prompt_hashes
-from router.routing.placement.shortlist import Described, Shortlist
+from router.routing.placement.shortlist import Described, PromptToPlace, Shortlist
 from router.routing.placement.worker_columns import Workers
-from router.routing.placement.worker_load import NO_TIERS, Rates, Reports, load_of, loads_of
+from router.routing.placement.worker_load import NO_TIERS, LoadReader, Rates, Reports, loads_of
 from router.routing.workers.slot import WorkerSlot
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 _INITIAL_OUTPUT_TOKENS = 128.0
 _OUTPUT_WEIGHT = 0.05  # of one response in the mean of their lengths
@@ -73,14 +73,6 @@ class Quote(NamedTuple):
     hashes: bytes
 
 
-class _Prompt(NamedTuple):
-    request: GenerationRequest
-    hashes: bytes
-    held: Mapping[bytes, int]
-    sources: tuple[Source, ...]
-    avoid: bytes
-
-
 class Placer:
     """Chooses workers for requests and books the load; sends nothing.
 
@@ -90,10 +82,9 @@ class Placer:
 
     def __init__(
         self,
-        settings: RouterSettings,
+        settings: LaneSettings,
         workers: Workers,
         prefix_index: PrefixIndex,
-        book: LoadBook,
         *,
         clock_ns: Callable[[], int] = monotonic_ns,
         random_source: random.Random | None = None,
@@ -102,7 +93,7 @@ class Placer:
         self._settings = settings
         self._workers = workers
         self._prefix_index = prefix_index
-        self._book = book
+        self.book = LoadBook()
         self._seeds = HashSeedCache()
         self._news = workers.news()
         self._reports = Reports()
@@ -216,11 +207,11 @@ class Placer:
         sources: tuple[Source, ...] = ()
         if held and request.pinned is None and self._settings.pull_prefixes:
             sources = self._shortlist.sources(held)
-        prompt = _Prompt(request, reusable, held, sources, avoid)
-        found = self._cheapest_of_all(prompt, rates, now_ns)
-        if found is None:
-            found = self._cheapest_of_few(prompt, rates, now_ns)
-        chosen, compared = found
+        prompt = PromptToPlace(request, reusable, held, sources, avoid)
+        choice = self._cheapest_of_all(prompt, rates, now_ns)
+        if choice is None:
+            choice = self._cheapest_of_few(prompt, rates, now_ns)
+        chosen, compared = choice
         placement = Placement(
             chosen=chosen,
             candidates=compared,
@@ -265,7 +256,7 @@ class Placer:
         return there
 
     def _cheapest_of_all(
-        self, prompt: "_Prompt", rates: Rates, now_ns: int
+        self, prompt: PromptToPlace, rates: Rates, now_ns: int
     ) -> tuple[Candidate, Sequence[Candidate]] | None:
         """Return the choice and the candidates; None if not all workers can be priced at once."""
         request = prompt.request
@@ -279,9 +270,7 @@ class Placer:
             moves_kv=request.sampling.max_tokens > 1,
             sources=prompt.sources,
         )
-        placed = self._shortlist.cheapest(
-            asked, prompt.held, self._book, now_ns, avoid=prompt.avoid
-        )
+        placed = self._shortlist.cheapest(asked, prompt.held, self.book, now_ns, avoid=prompt.avoid)
         if placed is None:
             return None
         if not placed:
@@ -292,7 +281,7 @@ class Placer:
         return compared[self._random.choice(range(ties))], compared
 
     def _cheapest_of_few(
-        self, prompt: "_Prompt", rates: Rates, now_ns: int
+        self, prompt: PromptToPlace, rates: Rates, now_ns: int
     ) -> tuple[Candidate, Sequence[Candidate]]:
         """Choose among the workers of the shortlist, or those that the client pinned."""
         request = prompt.request
@@ -300,7 +289,7 @@ class Placer:
             loads = self._worth_pricing(prompt, rates, now_ns)
         else:
             slots = self.eligible(request, prompt.avoid)
-            loads = loads_of(slots, prompt.hashes, self._prefix_index, self._book, now_ns)
+            loads = loads_of(slots, prompt.hashes, self._prefix_index, self.book, now_ns)
         compared = candidates(
             loads,
             mode=request.mode,
@@ -313,31 +302,19 @@ class Placer:
             raise _unmet(request)
         return choose(compared, tie_s=self._settings.tie_s, pick=self._random.choice), compared
 
-    def _worth_pricing(self, prompt: "_Prompt", rates: Rates, now_ns: int) -> list[WorkerLoad]:
+    def _worth_pricing(self, prompt: PromptToPlace, rates: Rates, now_ns: int) -> list[WorkerLoad]:
         """Return the few workers that may be the best, as input of the cost model."""
         request = prompt.request
         usable = self._shortlist.usable
         below = self._shortlist.tiers(prompt.held)
-        tiers = {usable[index].worker_id: one for index, one in below.items()}
-        best = self._shortlist.best(
-            request,
-            len(prompt.hashes) // HASH_BYTES,
-            prompt.held,
-            self._book,
-            now_ns,
-            keep=PAIRED_OF_A_ROLE,
-            source_blocks=prompt.sources[0].blocks if prompt.sources else 0,
-            avoid=prompt.avoid,
-        )
+        tiers = {usable[index].worker_id: tier for index, tier in below.items()}
+        best = self._shortlist.best(prompt, self.book, now_ns, keep=PAIRED_OF_A_ROLE)
+        reader = LoadReader(self.book, rates, self._reports, self._crowding)
         return [
-            load_of(
+            reader.of(
                 slot,
                 cached_blocks,
-                self._book,
                 request.adapter_digest,
-                rates,
-                self._reports,
-                self._crowding,
                 prompt.sources,
                 tiers.get(slot.worker_id, NO_TIERS),
             )
@@ -350,9 +327,8 @@ class Placer:
         length = len(request.prompt)
         tokens = chosen.uncached_tokens
         context = context_tokens(length - tokens, length)
-        book = partial(
-            self._book.book, request_id=request.request_id, adapter=request.adapter_digest
-        )
+        book = partial(self.book.book, request_id=request.request_id)
+        load = partial(Booking, adapter=request.adapter_digest)
         # The engine gets the request after the pulls, and prefill after a step of decode.
         delay_s = chosen.terms.queue_s + chosen.terms.pull_s if chosen.links else 0.0
         if computes is not decodes:
@@ -360,19 +336,20 @@ class Placer:
                 decodes, self._settings.window_requests, self.answer_tokens
             )
             seen_ns = now_ns + round((delay_s + before_s) * 1e9)
-            book(computes.worker_id, tokens=tokens, context=context, streams=0, now_ns=seen_ns)
+            prompt = load(tokens=tokens, context=context, streams=0, at_ns=seen_ns)
+            book(computes.worker_id, booking=prompt)
             tokens = context = 0
             delay_s = 0.0
         streams = request.sampling.n
         seen_ns = now_ns + round(delay_s * 1e9)
-        book(
-            decodes.worker_id,
+        rest = load(
             tokens=tokens,
             context=context,
             streams=streams,
             stream_tokens=streams * length,
-            now_ns=seen_ns,
+            at_ns=seen_ns,
         )
+        book(decodes.worker_id, booking=rest)
 
 
 def _place_wait_s(decodes: WorkerLoad, places: int, answer_tokens: float) -> float:

@@ -284,13 +284,9 @@ class PrefixIndex:
         With ``now_ns``, expected blocks count, too.
         """
         expected = self._expected.at(now_ns) if now_ns is not None else ()
-        found = self._table.match(packed(hashes), self._live, expected)
+        lengths = self._table.match(packed(hashes), self._live, expected)
         named = self._incarnations
-        return {named[number]: length for number, length in found}
-
-    def prefix_blocks(self, incarnation: bytes, hashes: Hashes, now_ns: int | None = None) -> int:
-        """Return how many leading ``hashes`` one incarnation holds."""
-        return self.prefixes(hashes, now_ns).get(incarnation, 0)
+        return {named[number]: length for number, length in lengths}
 
     def hashes_of(self, incarnation: bytes) -> frozenset[bytes]:
         """Return the hashes of all blocks of the incarnation, as far as events report them."""

@@ -306,7 +306,7 @@ class Pricing:
         if pairs and ((halves := arrays["halves"].tolist()) != self._rates_of or not again):
             self._read_edges(halves)
             self._rates_of = halves
-        found = self._library.baton_price_cheapest(
+        priced = self._library.baton_price_cheapest(
             at["rows"],
             count,
             at["prompt"],
@@ -323,7 +323,7 @@ class Pricing:
             at["chosen"],
             at["costs_s"],
         )
-        return arrays["chosen"][:found].tolist(), arrays["costs_s"][:found].tolist()
+        return arrays["chosen"][:priced].tolist(), arrays["costs_s"][:priced].tolist()
 
     def _read_edges(self, halves: list[list[list[int]]]) -> None:
         names = self._names

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from baton.registry.types import TIERS
 from router.request import GenerationRequest
+from router.routing.placement.block_table import HASH_BYTES
 from router.routing.placement.booked_load import LoadBook, Unreported
 from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import Candidate, WorkerLoad, price
@@ -131,6 +132,23 @@ class Described(Sequence[Candidate]):
         )
 
 
+class PromptToPlace(NamedTuple):
+    """A request whose workers are chosen.
+
+    Attributes:
+        hashes: Packed hashes of the blocks that may come from a cache.
+        held: Number of these blocks by incarnation that has them.
+        sources: Workers from which leading blocks can be pulled, the longest first.
+        avoid: Incarnation that failed the request; empty for none.
+    """
+
+    request: GenerationRequest
+    hashes: bytes
+    held: Mapping[bytes, int]
+    sources: tuple[Source, ...]
+    avoid: bytes
+
+
 class Shortlist:
     """Finds the cheapest placements of a prompt, or the workers that may be among them.
 
@@ -164,20 +182,20 @@ class Shortlist:
         ``held`` is the number of leading blocks of each incarnation that has the first one.
         """
         workers = self._workers
-        found: dict[WorkerSlot, int] = {}
+        leading: dict[WorkerSlot, int] = {}
         for incarnation, blocks in sorted(held.items(), key=itemgetter(1), reverse=True):
             slot = workers.slot_of.get(incarnation)
             if slot is None:
                 slot, tier = workers.tier_of.get(incarnation, (None, ""))
                 slot = slot if tier == TIERS[0] else None  # a disk takes as long as computing
-            if slot is None or slot in found:
+            if slot is None or slot in leading:
                 continue
             # Workers that were usable at the last update are sources, too.
             if slot.incarnation in workers.index_of_incarnation or slot.gives_prefixes:
-                found[slot] = blocks
-                if len(found) == MAX_SOURCES:
+                leading[slot] = blocks
+                if len(leading) == MAX_SOURCES:
                     break
-        return tuple(Source(slot.worker_id, blocks) for slot, blocks in found.items())
+        return tuple(Source(slot.worker_id, blocks) for slot, blocks in leading.items())
 
     def tiers(self, held: Mapping[bytes, int]) -> dict[int, tuple[int, float]]:
         """Return ``Report.tiers`` of each worker that has more of a prompt below its pool.
@@ -191,11 +209,11 @@ class Shortlist:
             if slot is not None and slot.incarnation in workers.index_of_incarnation:
                 index = workers.index_of_incarnation[slot.incarnation]
                 below.setdefault(index, {})[tier] = blocks
-        found = {}
+        tiers_of = {}
         for index, tiers in below.items():
             cached_blocks = held.get(workers.usable[index].incarnation, 0)
-            found[index] = workers.reported[index].report.tiers(cached_blocks, tiers)
-        return {index: tiers for index, tiers in found.items() if tiers[0]}
+            tiers_of[index] = workers.reported[index].report.tiers(cached_blocks, tiers)
+        return {index: tiers for index, tiers in tiers_of.items() if tiers[0]}
 
     def cheapest(
         self,
@@ -233,10 +251,10 @@ class Shortlist:
             avoid=workers.index_of_incarnation.get(avoid, -1),
             first=self._random_start(),
         )
-        found = {index: workers.reported[index] for pair in pairs for index in pair}
+        compared = {index: workers.reported[index] for pair in pairs for index in pair}
         all_booked = self._booked
-        booked = {index: load for index in found if (load := all_booked.get(index)) is not None}
-        return PricedPlacements(pairs, costs_s, found, booked, cached, tiers)
+        booked = {index: load for index in compared if (load := all_booked.get(index)) is not None}
+        return PricedPlacements(pairs, costs_s, compared, booked, cached, tiers)
 
     def _write_bookings(self, pricing: Pricing, book: LoadBook) -> None:
         """Write bookings that have changed since the last prompt, or all into new rows."""
@@ -258,22 +276,19 @@ class Shortlist:
 
     def best(
         self,
-        request: GenerationRequest,
-        prompt_blocks: int,
-        held: Mapping[bytes, int],
+        prompt: PromptToPlace,
         book: LoadBook,
         now_ns: int,
         *,
         keep: int,
-        source_blocks: int = 0,
-        avoid: bytes = b"",
     ) -> list[tuple[WorkerSlot, int]]:
         """Return the workers of each role that are fastest, freest, or have most of the prompt.
 
         They come with their number of the prompt's blocks, the better ones first: ``keep`` of each
-        role by the main measure of its work, and half as many by the others. ``source_blocks``
-        leading blocks can be pulled.
+        role by the main measure of its work, and half as many by the others.
         """
+        prompt_blocks = len(prompt.hashes) // HASH_BYTES
+        source_blocks = prompt.sources[0].blocks if prompt.sources else 0
         workers = self._workers
         columns = workers.current()
         queued = columns["queued_tokens"].copy()
@@ -288,13 +303,13 @@ class Shortlist:
         np.maximum(answering, 0, out=answering)
         self._note_crowding(queued, now_ns)
         cached = np.zeros(len(queued))
-        for incarnation, blocks in held.items():
+        for incarnation, blocks in prompt.held.items():
             if (index := workers.index_of_incarnation.get(incarnation)) is not None:
                 cached[index] = blocks
         jitter_s = self._draw.random(len(queued)) * _JITTER_S
         block_s = columns["block_tokens"] * columns["token_s"] * (1 + answering)
         own_s = (prompt_blocks - cached) * block_s
-        for index, (blocks, seconds) in self.tiers(held).items():
+        for index, (blocks, seconds) in self.tiers(prompt.held).items():
             back_s = seconds + (prompt_blocks - blocks) * block_s[index]
             own_s[index] = min(own_s[index], back_s)
         if source_blocks:
@@ -303,7 +318,7 @@ class Shortlist:
             own_s = np.where(cached < source_blocks, np.minimum(own_s, pull_s + rest_s), own_s)
         prompt_s = queued * columns["token_s"] + own_s + jitter_s
         streams += jitter_s
-        self._exclude(request, avoid, prompt_s, streams)
+        self._exclude(prompt.request, prompt.avoid, prompt_s, streams)
         kept: list[int] = []
         for role, members in workers.members.items():
             fast, free = (keep, keep // 2) if role == "prefill" else (keep // 2, keep)

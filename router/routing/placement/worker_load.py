@@ -44,7 +44,6 @@ def loads_of(
     prefix_index: PrefixIndex,
     book: LoadBook,
     now_ns: int,
-    adapter: str = "",
     reports: "Reports | None" = None,
 ) -> list[WorkerLoad]:
     """Return the input of the cost model for each usable slot, from reports and bookings."""
@@ -54,12 +53,9 @@ def loads_of(
         for slot in slots
         if slot.link is not None
     ]
-    rates = reports.expected(connected, now_ns)
+    reader = LoadReader(book, reports.expected(connected, now_ns), reports)
     held = prefix_index.prefixes(hashes, now_ns) if hashes else {}
-    return [
-        load_of(worker.slot, held.get(worker.incarnation, 0), book, adapter, rates, reports)
-        for worker in connected
-    ]
+    return [reader.of(worker.slot, held.get(worker.incarnation, 0)) for worker in connected]
 
 
 class FittedPromptLine(NamedTuple):
@@ -296,35 +292,44 @@ class Reports:
         return report
 
 
-def load_of(
-    slot: WorkerSlot,
-    cached_blocks: int,
-    book: LoadBook,
-    adapter: str = "",
-    rates: Rates = Rates(),
-    reports: Reports | None = None,
-    crowding: Crowding | None = None,
-    sources: tuple[Source, ...] = (),
-    tiers: tuple[int, float] = NO_TIERS,
-) -> WorkerLoad:
-    """Return one worker's load: its last report, and the load booked since.
+@dataclass(frozen=True, slots=True)
+class LoadReader:
+    """Reader of the loads of workers: their last reports, and the load booked since.
 
-    Arguments as in ``WorkerLoad``.
-
-    Raises:
-        ValueError: The worker is not connected.
+    Attributes:
+        crowding: Share of workers of each role with prompts that wait; None: it is not known.
     """
-    link = slot.link
-    if link is None:
-        raise ValueError(f"{slot.worker_id} is not connected")
-    adapter_s = 0.0
-    report = (reports or Reports()).of(slot)
-    if adapter and bytes.fromhex(adapter) not in report.adapters:
-        adapter_s = 0.0 if book.brings(slot.worker_id, adapter) else PRIOR_ADAPTER_LOAD_S
-    wait_per_s = crowding.wait_per_s(slot.role) if crowding is not None else 0.0
-    booked = book.unreported(slot.worker_id)
-    known = Known(slot, link.incarnation, report, booked, cached_blocks, tiers)
-    return known.load(rates, wait_per_s, adapter_s, sources)
+
+    book: LoadBook
+    rates: Rates = Rates()
+    reports: Reports = field(default_factory=Reports)
+    crowding: Crowding | None = None
+
+    def of(
+        self,
+        slot: WorkerSlot,
+        cached_blocks: int,
+        adapter: str = "",
+        sources: tuple[Source, ...] = (),
+        tiers: tuple[int, float] = NO_TIERS,
+    ) -> WorkerLoad:
+        """Return the load of one worker. Arguments as in ``WorkerLoad``.
+
+        Raises:
+            ValueError: The worker is not connected.
+        """
+        link = slot.link
+        if link is None:
+            raise ValueError(f"{slot.worker_id} is not connected")
+        adapter_s = 0.0
+        report = self.reports.of(slot)
+        if adapter and bytes.fromhex(adapter) not in report.adapters:
+            loads = self.book.brings(slot.worker_id, adapter)
+            adapter_s = 0.0 if loads else PRIOR_ADAPTER_LOAD_S
+        wait_per_s = self.crowding.wait_per_s(slot.role) if self.crowding is not None else 0.0
+        booked = self.book.unreported(slot.worker_id)
+        known = Known(slot, link.incarnation, report, booked, cached_blocks, tiers)
+        return known.load(self.rates, wait_per_s, adapter_s, sources)
 
 
 class Known(NamedTuple):
@@ -344,7 +349,7 @@ class Known(NamedTuple):
         adapter_s: float = 0.0,
         sources: tuple[Source, ...] = (),
     ) -> WorkerLoad:
-        """Return the input of the cost model; arguments as in `load_of`."""
+        """Return the input of the cost model; arguments as in `LoadReader.of`."""
         slot = self.slot
         report = self.report
         booked = self.booked

@@ -1,6 +1,7 @@
 """Reports of requests of this router's earlier processes, which leave them when they end."""
 
 import contextlib
+import heapq
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,13 @@ class PastReports:
     def newest_first(self, tenant: str | None = None) -> Iterator[PastReport]:
         """Iterate over all, or those of a tenant."""
         self._read()
-        return (one for one in self._found if tenant in (None, one.tenant))
+        return (past for past in self._found if tenant in (None, past.tenant))
 
     def get(self, name: str, tenant: str | None = None) -> dict[str, Any] | None:
         """Return a report by the router's id or the client's; None if unknown."""
-        found = self.newest_first(tenant)
+        reports = self.newest_first(tenant)
         return next(
-            (one.report for one in found if name in (one.report["id"], one.client_id)), None
+            (past.report for past in reports if name in (past.report["id"], past.client_id)), None
         )
 
     def keep(self, ended: Iterable[PastReport]) -> None:
@@ -62,7 +63,7 @@ class PastReports:
         if self.file is None:
             return
         self._read()
-        whole = sorted([*ended, *self._found], key=lambda one: one.arrived_ns, reverse=True)[:KEPT]
+        whole = heapq.nlargest(KEPT, [*ended, *self._found], key=lambda past: past.arrived_ns)
         scratch = self.file.with_suffix(".new")
         with contextlib.suppress(OSError):  # a full disk: the list begins anew
             scratch.write_bytes(msgspec.msgpack.encode(whole))

@@ -103,14 +103,14 @@ class RefusedRequests:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._found: OrderedDict[str, RefusedRequest] = OrderedDict()
+        self._refusals: OrderedDict[str, RefusedRequest] = OrderedDict()
 
     def refused(self, call: Call) -> None:
         """Keep a call that no kept request reports."""
         error = call.error
         if error is None or call.is_kept:
             return
-        self._found[call.id] = RefusedRequest(
+        self._refusals[call.id] = RefusedRequest(
             id=call.id,
             client_id=call.client_id,
             tenant=call.tenant,
@@ -121,8 +121,8 @@ class RefusedRequests:
             arrived_ns=call.arrived_ns,
             refused_ns=monotonic_ns(),
         )
-        while len(self._found) > self._limit:
-            self._found.popitem(last=False)
+        while len(self._refusals) > self._limit:
+            self._refusals.popitem(last=False)
 
     def get(self, name: str, tenant: str | None = None) -> RefusedRequest | None:
         """Return a request by its id, or the latest with this id of the client's.
@@ -131,12 +131,13 @@ class RefusedRequests:
             name: Id that the router or the client gave.
             tenant: Its owner, or None for any.
         """
-        found = self._found.get(name)
-        if found is None:
-            given = (one for one in reversed(self._found.values()) if one.client_id == name)
-            found = next((one for one in given if tenant in (None, one.tenant)), None)
-        return found if found is not None and tenant in (None, found.tenant) else None
+        refusal = self._refusals.get(name)
+        if refusal is None:
+            of_client = (each for each in self.newest_first(tenant) if each.client_id == name)
+            return next(of_client, None)
+        return refusal if tenant in (None, refusal.tenant) else None
 
     def newest_first(self, tenant: str | None = None) -> Iterator[RefusedRequest]:
         """Iterate over all, or those of a tenant."""
-        return (one for one in reversed(self._found.values()) if tenant in (None, one.tenant))
+        newest = reversed(self._refusals.values())
+        return (refusal for refusal in newest if tenant in (None, refusal.tenant))

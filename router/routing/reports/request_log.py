@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import monotonic_ns, time_ns
+from time import monotonic_ns
 from typing import Any
 
 from baton.telemetry.logs import request_context
@@ -17,7 +17,8 @@ from router.request import GenerationRequest
 from router.routing.checks.answers import AnswerChecks
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.call import Call
-from router.settings import RouterSettings
+from router.settings import ProcessSettings
+from router.tenants.access import AccessControl
 
 _LOG = logging.getLogger("baton.requests")
 
@@ -29,11 +30,12 @@ _NOT_REDACTED = "[left out: redaction took too long]"
 class RequestLog:
     """Writes the lines of the log."""
 
-    def __init__(self, settings: RouterSettings, checks: AnswerChecks) -> None:
-        self._settings = settings
+    def __init__(
+        self, settings: ProcessSettings, access: AccessControl, checks: AnswerChecks
+    ) -> None:
         self._logs = settings.logs
-        self._api_keys = settings.api_keys or {}
-        self._issued_keys = settings.issued_keys
+        self._shares_cache = settings.share_cache
+        self._access = access
         self._checks = checks
 
     def closed(self, call: Call, active: ActiveRequest) -> None:
@@ -66,18 +68,13 @@ class RequestLog:
 
     def _may_log_texts(self, request: GenerationRequest) -> bool:
         tenant = request.tenant
-        owner = self._settings.policies.owner_of(tenant, shared=self._settings.share_cache)
-        if self._settings.policies.of(tenant).log_text is False:
+        policies = self._access.policies
+        owner = policies.owner_of(tenant, shared=self._shares_cache)
+        if policies.of(tenant).log_text is False:
             return False
         if request.cache_scope.partition("\0")[0] != owner:
             return False  # the tenant was deleted while the request was running
-        now_ms = time_ns() // 1_000_000
-        issued = self._issued_keys
-        for spelled, rights in self._api_keys.items():
-            of_tenant = rights.log_text and rights.tenant == tenant
-            if of_tenant and not issued.is_ended(spelled, now_ms):
-                return True
-        return issued.logs_text(tenant, now_ms)
+        return self._access.logs_text(tenant)
 
     def refused(self, call: Call) -> None:
         """Log a call that was refused before a request began; the context has its ids."""

@@ -94,7 +94,7 @@ def past_reports(
 ) -> Iterator[PastReport]:
     """Yield the reports of the latest ended requests, for the router's next process."""
     now_ns = monotonic_ns()
-    for active in islice((one for one in kept if one.delivered_ns), KEPT):
+    for active in islice((active for active in kept if active.delivered_ns), KEPT):
         yield PastReport(
             tenant=active.request.tenant,
             client_id=active.request.client_id,
@@ -102,13 +102,13 @@ def past_reports(
             summary=summary(active, now_ns),
             report=request_report(active),
         )
-    for one in islice(refused, KEPT):
+    for refusal in islice(refused, KEPT):
         yield PastReport(
-            tenant=one.tenant,
-            client_id=one.client_id,
-            arrived_ns=one.arrived_ns,
-            summary=one.line(now_ns),
-            report=one.report(),
+            tenant=refusal.tenant,
+            client_id=refusal.client_id,
+            arrived_ns=refusal.arrived_ns,
+            summary=refusal.line(now_ns),
+            report=refusal.report(),
         )
 
 
@@ -134,15 +134,15 @@ def latest(
     own = (active for active in kept if tenant is None or active.request.tenant == tenant)
     if order == "slowest":
         slow = heapq.nlargest(limit, own, key=elapsed_s)
-        lines = [summary(one, now_ns) for one in slow]
+        lines = [summary(listed, now_ns) for listed in slow]
         for source in others:
-            slowest = heapq.nlargest(limit, source, key=lambda one: one.elapsed_s)
-            lines += [one.line(now_ns) for one in slowest]
+            slowest = heapq.nlargest(limit, source, key=lambda listed: listed.elapsed_s)
+            lines += [listed.line(now_ns) for listed in slowest]
         lines.sort(key=lambda line: line["elapsed_s"], reverse=True)
     else:
-        lines = [summary(one, now_ns) for one in islice(own, limit)]
+        lines = [summary(listed, now_ns) for listed in islice(own, limit)]
         for source in others:
-            lines += [one.line(now_ns) for one in islice(source, limit)]
+            lines += [listed.line(now_ns) for listed in islice(source, limit)]
         lines.sort(key=lambda line: line["age_s"])
     return lines[:limit]
 

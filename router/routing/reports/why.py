@@ -73,15 +73,16 @@ class Why(NamedTuple):
 
 def why(facts: Facts) -> Why:
     """Return the most expensive cause."""
-    found = sorted(_excesses(facts), key=lambda one: one.cost_s, reverse=True)
+    causes = sorted(_excesses(facts), key=lambda cause: cause.cost_s, reverse=True)
     if facts.error:
-        because = f" Before that: {found[0].sentence}" if found and _worth(facts, found[0]) else ""
+        is_known = causes and _worth(facts, causes[0])
+        because = f" Before that: {causes[0].sentence}" if is_known else ""
         return Why("failed", f"It failed: {facts.error}.{because}", facts.elapsed_s)
     if facts.state == "queued":
         text = f"It has waited in the router's queue for {_s(facts.elapsed_s)}."
         return Why("queued", text, facts.elapsed_s)
-    if found and _worth(facts, found[0]):
-        return found[0]
+    if causes and _worth(facts, causes[0]):
+        return causes[0]
     if facts.state == "running" and "decode" not in facts.phases_s:
         return _no_token_yet(facts)
     return _work(facts)
@@ -95,8 +96,8 @@ def _no_token_yet(facts: Facts) -> Why:
     return Why("no_token_yet", f"{text} {facts.prompt_tokens} prompt tokens.", placed_s)
 
 
-def _worth(facts: Facts, one: Why) -> bool:
-    return one.cost_s >= max(REPORTED_FROM_S, REPORTED_SHARE * facts.elapsed_s)
+def _worth(facts: Facts, cause: Why) -> bool:
+    return cause.cost_s >= max(REPORTED_FROM_S, REPORTED_SHARE * facts.elapsed_s)
 
 
 def _excesses(facts: Facts) -> Iterator[Why]:

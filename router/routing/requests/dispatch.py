@@ -13,12 +13,12 @@ from baton.wire.codecs import adapter_to_wire, sampling_to_wire
 from baton.wire.fleet_token import FleetToken
 from baton.wire.submission import prefix_request_id
 from baton.wire.tokens import pack_tokens
+from router.process_core import ProcessCore
 from router.routing.placement.placer import Placer, Quote
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.observer import Observer
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.table import WorkerTable
-from router.settings import RouterSettings
 
 
 def prefill_target(
@@ -67,7 +67,7 @@ def _sign_capability(
 class Dispatcher:
     """Turns requests into submissions."""
 
-    settings: RouterSettings
+    core: ProcessCore
     workers: WorkerTable
     placer: Placer
     observer: Observer
@@ -100,7 +100,7 @@ class Dispatcher:
         prefill = self.workers.link(placement.prefill_id)
         submission = self._submission(active, link, prefill, placement.placed_ns)
         size = len(submission.prompt_tokens) + len(submission.sampling.grammar)
-        alone = size > self.settings.unary_prompt_bytes
+        alone = size > self.core.settings.unary_prompt_bytes
         link.submit(submission, alone=alone)
         if prefill is not None:  # the decode worker sends it the request; check that it is alive
             prefill.ask()
@@ -110,7 +110,7 @@ class Dispatcher:
     ) -> Submission:
         request = active.request
         record = active.record
-        token = self.settings.fleet_token
+        token = self.core.fleet_token
         target: PrefillTarget | None = None
         if prefill is not None:
             target = prefill_target(prefill, token, active, link.incarnation)
@@ -133,11 +133,11 @@ class Dispatcher:
             prefill=target,
             traceparent=request.traceparent,
             router_id=self.router_id,
-            lease_ms=self.settings.lease_ms,
+            lease_ms=self.core.settings.lease_ms,
             probe=request.probe and not request.shadow,
             adapter=adapter_to_wire(request.adapter),
             pooling=request.pooling,
             prefix=prefix[0] if prefix else None,
             prefix_then=prefix[1:],
-            kv_share=self.settings.policies.of(request.tenant).kv_share or 0.0,
+            kv_share=self.core.policies.of(request.tenant).kv_share or 0.0,
         )

@@ -59,11 +59,11 @@ class Observer:
         """Record the planner's last result."""
         self.lanes.plans[id(self)] = plan
         plans = self.lanes.plans.values()
-        prefill = sum(one.prefill for one in plans)
-        decode = sum(one.decode for one in plans)
+        prefill = sum(plan.prefill for plan in plans)
+        decode = sum(plan.decode for plan in plans)
         self.metrics.set("baton_planner_wanted", prefill, role="prefill")
         self.metrics.set("baton_planner_wanted", decode, role="decode")
-        self.metrics.set("baton_planner_load_ratio", max(one.load for one in plans))
+        self.metrics.set("baton_planner_load_ratio", max(plan.load for plan in plans))
 
     def answered(
         self, endpoint: str, status: int, tenant: str, *, failed_stream: bool = False
@@ -250,7 +250,7 @@ class Observer:
             return
         if active.request.pooling or not self._regrets.take(active.delivered_ns):
             return
-        found = regret(
+        result = regret(
             placement.chosen,
             placement.candidates,
             MeasuredRequest(
@@ -266,9 +266,9 @@ class Observer:
             prompt_tokens=record.prompt_tokens,
             choices=active.request.sampling.n,
         )
-        active.regret = found
+        active.regret = result
         mode = placement.chosen.mode
-        self.metrics.observe("baton_router_regret_seconds", found.seconds, mode=mode)
+        self.metrics.observe("baton_router_regret_seconds", result.seconds, mode=mode)
 
     def _answered_by(self, adapter: str, record: RequestRecord) -> None:
         inc = self.metrics.inc

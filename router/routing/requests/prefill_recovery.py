@@ -14,15 +14,15 @@ from batonpb.decode_pb2 import PrefillNeeded, PrefillReplacement, RouterFrame
 from baton.types.errors import BatonError, TransferError, UnavailableError
 from baton.types.geometry import context_tokens
 from baton.wire.codecs import error_to_wire
-from router.routing.placement.booked_load import LoadBook
-from router.routing.placement.worker_load import load_of
+from router.process_core import ProcessCore
+from router.routing.placement.booked_load import Booking, LoadBook
+from router.routing.placement.worker_load import LoadReader
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.dispatch import prefill_target, prefix_sources
 from router.routing.requests.observer import Observer
 from router.routing.requests.recovery_policy import after_prefill_failure
 from router.routing.workers.slot import WorkerSlot
 from router.routing.workers.table import WorkerTable
-from router.settings import RouterSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PrefillRecovery:
     ``end`` ends a request whose worker has the error already.
     """
 
-    settings: RouterSettings
+    core: ProcessCore
     workers: WorkerTable
     book: LoadBook
     observer: Observer
@@ -102,7 +102,7 @@ class PrefillRecovery:
         fit = [slot for slot in self._prefills(active) if slot.incarnation not in tried]
         link = None
         if fit:
-            best = min(fit, key=lambda slot: load_of(slot, 0, self.book).queued_tokens)
+            best = min(fit, key=lambda slot: LoadReader(self.book).of(slot, 0).queued_tokens)
             link = best.link
         if link is None:
             self._wait(active)
@@ -116,18 +116,12 @@ class PrefillRecovery:
         active.prefill_id = link.worker_id
         active.record.note(f"prefill replaced by {link.worker_id}", now_ns)
         tokens = len(active.request.prompt)
-        self.book.book(
-            link.worker_id,
-            active.id,
-            tokens=tokens,
-            context=context_tokens(0, tokens),
-            streams=0,
-            now_ns=now_ns,
-        )
+        booking = Booking(tokens=tokens, context=context_tokens(0, tokens), streams=0, at_ns=now_ns)
+        self.book.book(link.worker_id, active.id, booking)
         self.observer.retried("prefill replaced")
         decode = self.workers.link(active.decode_id)
         reader = decode.incarnation if decode is not None else b""
-        token = self.settings.fleet_token
+        token = self.core.fleet_token
         target = prefill_target(link, token, active, reader)
         prefix = prefix_sources(active, self.workers, token, link)
         answer = PrefillReplacement(
@@ -141,7 +135,7 @@ class PrefillRecovery:
             return
         active.wants_prefill = True
         active.record.note("waits for another prefill worker", monotonic_ns())
-        limit_s = self.settings.repair_wait_s
+        limit_s = self.core.settings.repair_wait_s
         loop = asyncio.get_running_loop()
         active.repair_timer = loop.call_later(limit_s, self._give_up, active, limit_s)
 

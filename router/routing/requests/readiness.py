@@ -15,6 +15,7 @@ made a step meanwhile.
 import asyncio
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from time import monotonic, monotonic_ns
 from typing import Any
 
@@ -24,13 +25,13 @@ from baton.types.params import SamplingParams
 from router.request import GenerationRequest, Pinned
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
-from router.settings import RouterSettings
+from router.settings import ProcessSettings
 
 _AT_ONCE = 4
-_PROMPT = (1, 2, 3)
-_TOKENS = 2
+PROBE_PROMPT = (1, 2, 3)
+PROBE_SAMPLING = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 _MANY_PAIRS = 16
-FIRST = -(2**31)  # priority before all others
+_FIRST = -(2**31)  # priority before all others
 _MUCH_TOO_OLD = 3  # multiple of ``probe_every_s``
 
 
@@ -41,7 +42,7 @@ class Prober:
     sooner than ``probe_pause_s`` after the last round.
     """
 
-    def __init__(self, gateway: Gateway, settings: RouterSettings, tasks: BackgroundTasks) -> None:
+    def __init__(self, gateway: Gateway, settings: ProcessSettings, tasks: BackgroundTasks) -> None:
         self._gateway = gateway
         self._settings = settings
         self._tasks = tasks
@@ -81,7 +82,7 @@ class Prober:
 
     async def _renew(self, *, first: bool) -> None:
         incarnations = self._incarnations
-        result = await self._probe_all(FIRST if first else 0)
+        result = await self._probe_all(_FIRST if first else 0)
         self._last = result
         self._last_s = monotonic()
         self._last_incarnations = incarnations
@@ -94,7 +95,7 @@ class Prober:
         pairs = usable_pairs(self._gateway, self._rounds)
         gate = asyncio.Semaphore(_AT_ONCE)
         results = await asyncio.gather(*(self._probe(pair, gate, priority) for pair in pairs))
-        may_be_empty = self._settings.starts_from_zero
+        may_be_empty = self._gateway.settings.starts_from_zero
         good = bool(results or may_be_empty) and all(result["ok"] for result in results)
         waits = may_be_empty and not served  # requests are accepted, and start a worker
         ready = good and (expected == served or waits)  # else wait for a pool that is starting
@@ -108,17 +109,9 @@ class Prober:
         async with gate:
             began_ns = monotonic_ns()
             steps = self._steps(pair)
-            request = GenerationRequest(
-                request_id=f"probe-{secrets.token_hex(16)}",
-                prompt=_PROMPT,
-                sampling=SamplingParams(max_tokens=_TOKENS, temperature=0.0, ignore_eos=True),
-                priority=priority,
-                mode="disaggregated" if pair.prefill else "colocated",
-                arrived_ns=began_ns,
-                deadline_ns=began_ns + int(self._settings.probe_timeout_s * 1e9),
-                probe=True,
-                pinned=pair,
-            )
+            limit_s = self._settings.probe_timeout_s
+            request = pinned_request("probe", PROBE_PROMPT, PROBE_SAMPLING, pair, limit_s)
+            request = replace(request, priority=priority)
             error: BatonError | None = None
             try:
                 error = (await probed(self._gateway, request)).record.error
@@ -141,6 +134,24 @@ class Prober:
     def _stepped(self, pair: Pinned, before: dict[bytes, int]) -> bool:
         after = self._steps(pair)
         return any(after.get(life, 0) > steps for life, steps in before.items())
+
+
+def pinned_request(
+    kind: str, prompt: Sequence[int], sampling: SamplingParams, pair: Pinned, limit_s: float
+) -> GenerationRequest:
+    """Return a request of the router to one pair of workers, which comes before all others."""
+    now_ns = monotonic_ns()
+    return GenerationRequest(
+        request_id=f"{kind}-{secrets.token_hex(16)}",
+        prompt=tuple(prompt),
+        sampling=sampling,
+        priority=_FIRST,
+        mode="disaggregated" if pair.prefill else "colocated",
+        arrived_ns=now_ns,
+        deadline_ns=now_ns + int(limit_s * 1e9),
+        probe=True,
+        pinned=pair,
+    )
 
 
 async def probed(gateway: Gateway, request: GenerationRequest) -> ActiveRequest:

@@ -11,10 +11,11 @@ from baton.types.slo import Slo
 from router.request import GenerationRequest
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
-from router.routing.admission.slo_gate import SloDecision, SloGate
+from router.routing.admission.slo_gate import GateRequest, SloDecision, SloGate
 from router.routing.placement.placer import Placer, Quote
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.workers.table import WorkerTable
+from router.settings import LaneSettings
 
 _ASK_S = 0.1  # between two questions for the lane of late requests
 
@@ -32,15 +33,14 @@ class SloAdmitter:
 
     def __init__(
         self,
-        max_streams: int,
-        max_late: int,
+        settings: LaneSettings,
         workers: WorkerTable,
         placer: Placer,
         admission: Admission,
         place: Place,
         refuse: Refuse,
     ) -> None:
-        self.gate = SloGate(max_streams, max_late)
+        self.gate = SloGate(settings.window_requests, settings.max_queued_requests)
         self._workers = workers
         self._placer = placer
         self._admission = admission
@@ -82,16 +82,10 @@ class SloAdmitter:
             quote.placement.chosen, prompt_tokens, self._placer.answer_tokens
         )
         caller = _caller(request, quote.hashes)
-        verdict = self.gate.judge(
-            active.id,
-            prediction,
-            slo,
-            waited_s=(now_ns - request.arrived_ns) / 1e9,
-            workers=self._computing,
-            now_ns=now_ns,
-            caller=caller,
-            over_share=self._admission.is_over_share(request.tenant),
-        )
+        waited_s = (now_ns - request.arrived_ns) / 1e9
+        over_share = self._admission.is_over_share(request.tenant)
+        asked = GateRequest(active.id, slo, waited_s, caller, over_share)
+        verdict = self.gate.judge(asked, prediction, workers=self._computing, now_ns=now_ns)
         if verdict is SloDecision.PLACE:
             active.predicted_step_s = prediction.step_s
             self._placed(active, entry, quote)

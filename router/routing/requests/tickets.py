@@ -10,9 +10,8 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from typing import Protocol
 
-from baton.registry.redis_store import RegistryUnavailableError
+from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
@@ -49,18 +48,11 @@ class Tickets:
             self.place = place
 
 
-class TicketSource(Protocol):
-    """Counter that routers share; implemented by ``baton.registry.redis_store.Registry``."""
-
-    async def take_tickets(self, count: int, above: int) -> int:
-        """Take ``count`` places higher than ``above``, and return the first."""
-
-
 class TicketFeed:
     """Task that reserves places in advance, so that no request waits for Redis."""
 
     def __init__(
-        self, tickets: Tickets, source: TicketSource | None, count_failure: Callable[[str], None]
+        self, tickets: Tickets, source: Registry, count_failure: Callable[[str], None]
     ) -> None:
         self._tickets = tickets
         self._source = source
@@ -68,23 +60,21 @@ class TicketFeed:
 
     def start(self) -> None:
         """Start the task. Needs a running event loop."""
-        source = self._source
-        if source is not None:
-            self._background.keep(lambda: self._run(source), "tickets")
+        self._background.keep(self._run, "tickets")
 
     async def close(self) -> None:
         """Stop the task that reserves places."""
         await self._background.close()
 
-    async def _run(self, source: TicketSource) -> None:
+    async def _run(self) -> None:
         while True:
-            await self.take(source)
+            await self.take()
             await asyncio.sleep(TAKE_EVERY_S)
 
-    async def take(self, source: TicketSource) -> None:
+    async def take(self) -> None:
         """Take some places now. Unused ones of the last time are given up."""
         try:
-            first = await source.take_tickets(TAKE, self._tickets.place)
+            first = await self._source.take_tickets(TAKE, self._tickets.place)
         except RegistryUnavailableError:
             _LOG.debug("continuing from the highest ticket seen: Redis is unavailable")
         else:

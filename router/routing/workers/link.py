@@ -33,10 +33,10 @@ from batonpb.decode_pb2_grpc import DecodeStub
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.compatibility import GATHERED_WIRE
-from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_options import ROUTER_OPTIONS, open_channel
 from baton.wire.router_frames import gather
-from baton.wire.tls import FleetTls, distrust
+from baton.wire.tls import distrust
+from router.process_core import ProcessCore
 from router.routing.workers.silence import Rest, UnansweredFrames
 
 _LOG = logging.getLogger(__name__)
@@ -71,9 +71,8 @@ class WorkerLink:
     """Stream of this router to one worker.
 
     Args:
-        heartbeat_s: Interval of our heartbeats, which renew the lease of our requests.
-        silence_s: Silence after which a worker that should send something is dead.
-        reopen_s: Time limit of reopening a broken stream.
+        core: Token, certificates and time limits of this router.
+        count_failure: Receives the name of a failed task.
     """
 
     def __init__(
@@ -82,12 +81,7 @@ class WorkerLink:
         address: str,
         listener: LinkListener,
         hello: Hello,
-        *,
-        token: FleetToken | None = None,
-        tls: FleetTls | None = None,
-        heartbeat_s: float = 0.5,
-        silence_s: float = 2.0,
-        reopen_s: float = 1.0,
+        core: ProcessCore,
         count_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.worker_id = worker_id
@@ -102,11 +96,12 @@ class WorkerLink:
         self._logged_distrust = ""
         self._listener = listener
         self._hello = hello
-        self._token = token or FleetToken()
-        self._tls = tls
-        self._heartbeat_s = heartbeat_s
-        self._silence_ns = int(silence_s * 1e9)
-        self._reopen_s = reopen_s
+        self._token = core.fleet_token
+        self._tls = core.tls
+        settings = core.settings
+        self._heartbeat_s = settings.heartbeat_s
+        self._silence_ns = int(settings.silence_s * 1e9)
+        self._reopen_s = settings.reopen_s
         self._out: deque[RouterFrame] = deque()
         self._wake = asyncio.Event()
         self._exchange = UnansweredFrames(ALIVE.now_ns())

@@ -117,10 +117,10 @@ class WorkerSlot:
             return link.distrust
         if link is None or not link.capabilities.numerics_id:
             return ""
-        found = emulation(link.capabilities)
-        if found == self._emulated:
+        timings = [emulation(link.capabilities), self._emulated]
+        if timings[0] == timings[1]:
             return ""
-        kinds = [f"emulated ({timing})" if timing else "real" for timing in (found, self._emulated)]
+        kinds = [f"emulated ({timing})" if timing else "real" for timing in timings]
         return f"its engine is {kinds[0]}, the engines of this fleet are {kinds[1]}: not used"
 
     @property

@@ -2,42 +2,29 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from time import monotonic_ns
-from typing import Any, Protocol
+from typing import Any
 
 from batonpb.common_pb2 import TransferTotals
 from batonpb.decode_pb2 import Hello
 
 from baton.registry.types import WorkerRecord
-from baton.registry.workers import WorkerChange
+from baton.registry.workers import RegistryWatcher, WorkerChange
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.geometry import BLOCK_TOKENS
+from router.process_core import ProcessCore
 from router.routing.workers.link import LinkListener, WorkerLink
 from router.routing.workers.resting import RestingWorkers
 from router.routing.workers.slot import WorkerSlot
 from router.routing.workers.transfer_totals import TransferLedger
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 _LOG = logging.getLogger(__name__)
 
 TRUST_OLDER_AFTER_S = 5.0
 """Time that a later incarnation must be dead before the record of an earlier one counts."""
-
-
-class WorkerDirectory(Protocol):
-    """Directory of the registered workers; see ``baton.registry.workers.RegistryWatcher``.
-
-    It does not know which workers are alive: the streams to the workers do.
-    """
-
-    @property
-    def known(self) -> bool:
-        """True once every registered worker has been listed."""
-
-    def __aiter__(self) -> AsyncIterator[WorkerChange]:
-        """Yield every registered worker, then each change."""
 
 
 class WorkerTable:
@@ -48,22 +35,23 @@ class WorkerTable:
 
     def __init__(
         self,
-        directory: WorkerDirectory,
-        settings: RouterSettings,
+        directory: RegistryWatcher,
+        core: ProcessCore,
+        settings: LaneSettings,
         hello: Hello,
-        listener: LinkListener,
         count_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._directory = directory
-        self._settings = settings
+        self._core = core
+        self._emulated = settings.emulated
         self._hello = hello
-        self._listener = listener
+        self._listener: LinkListener  # from `start`
         self._slots: dict[str, WorkerSlot] = {}
         self._usable: list[WorkerSlot] = []
         self._usable_of: dict[str, WorkerSlot] = {}
         self._unseen: set[str] = set()  # slots that changed since `usable` was last read
         self._readers = [self._unseen]
-        folder = settings.lane_dir
+        folder = core.settings.lane_dir(settings.fleet)
         self._transfers = TransferLedger(folder / "transfers.json" if folder else None)
         self._count_failure = count_failure
         self._tasks = BackgroundTasks("workers", count_failure)
@@ -74,8 +62,9 @@ class WorkerTable:
             lambda: (slot.link for slot in self._slots.values() if slot.link is not None)
         )
 
-    def start(self) -> None:
-        """Start following the directory."""
+    def start(self, listener: LinkListener) -> None:
+        """Start following the directory; the listener gets the events of all links."""
+        self._listener = listener
         self._tasks.keep(self._follow, "directory")
         self._tasks.keep(self.resting.run, "resting workers")
         self._tasks.keep(self._drop_dead_workers, "drop dead workers")
@@ -107,7 +96,7 @@ class WorkerTable:
         while True:
             await asyncio.sleep(min(1.0, TRUST_OLDER_AFTER_S))
             now_ns = monotonic_ns()
-            limit_ns = now_ns - int(self._settings.dead_shown_s * 1e9)
+            limit_ns = now_ns - int(self._core.settings.dead_shown_s * 1e9)
             older_ns = now_ns - int(TRUST_OLDER_AFTER_S * 1e9)
             for worker_id, slot in list(self._slots.items()):
                 if slot.older is not None and _long_dead(slot, older_ns):
@@ -126,7 +115,7 @@ class WorkerTable:
         if slot is None:
             if record.state == "dead" and record.intent == "leave":
                 return
-            slot = self._slots[record.worker_id] = WorkerSlot(record, self._settings.emulated)
+            slot = self._slots[record.worker_id] = WorkerSlot(record, self._emulated)
             slot.on_change = partial(self._note_change, record.worker_id)
             self._note_change(record.worker_id)
         returned = not slot.listed or slot.record.intent == "leave"
@@ -159,18 +148,13 @@ class WorkerTable:
             self.on_turn()
 
     def _connect(self, record: WorkerRecord) -> WorkerLink:
-        settings = self._settings
         link = WorkerLink(
             record.worker_id,
             record.address,
             self._listener,
             self._hello,
-            token=settings.fleet_token,
-            tls=settings.tls,
-            heartbeat_s=settings.heartbeat_s,
-            silence_s=settings.silence_s,
-            reopen_s=settings.reopen_s,
-            count_failure=self._count_failure,
+            self._core,
+            self._count_failure,
         )
         link.start()
         return link
@@ -280,7 +264,7 @@ class WorkerTable:
 
     def shown(self) -> list[WorkerSlot]:
         """Return the slots that operators see, in any order: not those that are long gone."""
-        limit_ns = monotonic_ns() - int(self._settings.dead_shown_s * 1e9)
+        limit_ns = monotonic_ns() - int(self._core.settings.dead_shown_s * 1e9)
         return [
             slot
             for slot in self._slots.values()
@@ -306,7 +290,7 @@ class WorkerTable:
         """Return the answer to ``GET /fleet``."""
         shown = sorted(self.shown(), key=lambda slot: slot.worker_id)
         return {
-            "emulated": self._settings.emulated or None,
+            "emulated": self._emulated or None,
             "workers": [slot.describe() for slot in shown],
             "transfers": self.transfers(),
         }

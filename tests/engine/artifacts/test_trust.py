@@ -11,7 +11,8 @@ from baton.model.artifact import ModelError, resolve_model
 from baton.model.trust import check_trust
 from baton.types.trust import TrustRules
 from fleet.local.checks.preflight import describe_model
-from fleet.pools.resources import worker_settings
+from fleet.pools.resources import ControllerSpec, worker_settings
+from fleet.pools.slots import Launch
 from fleet.worker import worker
 from fleet.worker.settings import WorkerSettings
 
@@ -59,16 +60,8 @@ def test_up_refuses_a_model_with_a_forbidden_licence() -> None:
 
 def test_the_rules_reach_the_workers_of_the_model() -> None:
     config = FleetConfig.model_validate_json(fleet_with(licences=["mit"]).only("m").to_json())
-    fields = worker_settings(
-        config.lanes[0],
-        worker_id="m-worker-0",
-        role="decode",
-        epoch=0,
-        redis_url="",
-        fleet_token="",
-        host="",
-        log_dir="",
-    )
+    spec = ControllerSpec(config_json="", redis_url="", fleet_token="", host="", log_dir="")
+    fields = worker_settings(config.lanes[0], Launch("m-worker-0", "decode", 0), spec)
     assert fields["trust"]["licences"] == ("mit",)
 
 

@@ -14,6 +14,7 @@ from baton.types.prompt_outputs import (
     bytes_per_row,
 )
 from tests.engine.core.test_scheduler import answers, ends, make_core, request, run
+from tests.soak import examples
 
 PROMPT = [(7 * i + 3) % 256 for i in range(90)]
 
@@ -125,7 +126,7 @@ def test_a_scored_chunk_takes_a_smaller_part_of_the_step():
     assert [len(row.tokens) for row in core.plan(0).rows] == [128]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(
         st.tuples(

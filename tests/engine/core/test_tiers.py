@@ -255,7 +255,7 @@ def test_held_blocks_are_brought_back_for_a_peer():
     engine = Engine(20, 64)
     fill(engine)
     engine.submit("peer", prompt_of(0)[:96], kind=Kind.HELD)
-    assert "peer" in engine.core.batch.fetching
+    assert "peer" in engine.core.batch.queue.fetching
     engine.run()
     done = [event for event in engine.events if isinstance(event, ev.PromptDone)]
     assert [(event.request_id, event.cached_tokens) for event in done][-1] == ("peer", 96)
@@ -349,7 +349,7 @@ def test_a_prefix_that_a_peer_sends_lacks_only_what_no_tier_has_here():
     )
     prompt = [*prompt_of(0)[:96], *range(32)]  # 6 blocks lie in the tier, 2 nowhere
     engine.core.scheduler.submit(EngineRequest(request_id="p", prompt=prompt, spec=spec), 0)
-    assert engine.core.batch.overtaking
+    assert engine.core.batch.queue.overtaking
     engine.run()
     (reserved,) = [event for event in engine.events if isinstance(event, ev.Reserved)]
     assert reserved.skip_blocks == 6

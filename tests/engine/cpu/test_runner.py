@@ -233,6 +233,7 @@ def test_stale_values_beyond_the_end_never_leak(make_driver: Make) -> None:
     assert clean.answer(prompt, GREEDY) == stale.answer(prompt, GREEDY, scattered=True)
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("key_counting_kernel")
 def test_the_self_test_fails_loudly_when_the_machine_does_not_keep_the_promise(
     load: Callable[[str, str], Decoder],

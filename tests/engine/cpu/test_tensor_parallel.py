@@ -134,6 +134,7 @@ def of_width(model: str, ranks: int, dtype: str, **changes: str) -> tuple:
         return everything(opened.driver, opened.info.numerics_id)
 
 
+@pytest.mark.costly
 def test_one_kv_head_for_three_ranks_until_one_is_killed(tiny: str) -> None:
     """Each rank holds the same KV head, and one or two of its four query heads."""
     expected = of_width(tiny, 1, "bf16")

@@ -107,6 +107,7 @@ def greedy(theirs: Any, prompt: list[int], count: int) -> list[int]:
     return result
 
 
+@pytest.mark.costly
 def test_logits_agree(
     artifact: ModelArtifact,
     load: Callable[[str, str], Decoder],

@@ -14,6 +14,7 @@ from baton.text.grammar import GrammarCompiler, Vocabulary, translate, vocabular
 from baton.text.tokenizer import load_tokenizer
 from baton.types.errors import GrammarError
 from baton.types.params import SamplingParams
+from tests.soak import examples
 
 EOS = 2
 PADDED = 49_152 + 32
@@ -64,7 +65,7 @@ def expected(tokenizer):
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_any_order_of_questions_gives_the_same_masks(grammars, expected, data):
     for _ in range(data.draw(st.integers(1, 12))):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from baton.text.grammar import GrammarCompiler, translate, vocabulary_of
 from baton.text.json_schema import ready, without_annotations
 from baton.types.errors import GrammarError
+from tests.soak import examples
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
@@ -125,7 +126,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(JSON)
 def test_nonsense_is_left_to_the_one_who_compiles(schema):
     try:

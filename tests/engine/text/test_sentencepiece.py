@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from baton.text.gguf_tokenizer import TokenType
 from baton.text.tokenizer import TextTokenizer, load_tokenizer
+from tests.soak import examples
 
 PREFIX = "tokenizer.ggml."
 
@@ -112,13 +113,13 @@ TEXT = st.one_of(
 
 
 @given(TEXT)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_it_equals_the_oracle(tokenizer, oracle, text):
     assert tokenizer.encode(text) == oracle.encode(text)
 
 
 @given(TEXT)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_a_text_comes_back_whole(tokenizer, text):
     ids = tokenizer.encode(text)
     # SentencePiece writes spaces as "▁", so that character itself comes back as a space

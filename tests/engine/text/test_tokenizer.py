@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from baton.text.tokenizer import TextTokenizer, byte_alphabet, load_tokenizer
+from tests.soak import examples
 
 # Ids of HuggingFaceTB/SmolLM2-135M-Instruct.
 GOLDEN = [
@@ -85,13 +86,13 @@ def test_bytes_that_the_vocabulary_lacks_are_dropped(smollm, oracle):
     assert smollm.decode(smollm.encode(f"a{LACKING}b")) == "ab"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=TEXT)
 def test_ids_equal_those_of_an_independent_bpe(smollm, oracle, text):
     assert smollm.encode(text) == oracle.encode(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=TEXT)
 def test_text_comes_back_whole(smollm, text):
     assert smollm.decode(smollm.encode(text)) == text
@@ -253,7 +254,7 @@ class TestSentencePiece:
         special = backend.token_to_id("<｜end▁of▁text｜>")
         assert tokenizer.token_text(special) == "<｜end▁of▁text｜>"
 
-    @settings(deadline=None, max_examples=100)
+    @settings(deadline=None, max_examples=examples(100))
     @given(text=st.text(st.characters(exclude_characters="▁", exclude_categories=("Cs",))))
     def test_text_comes_back_whole(self, text):
         tokenizer = _shared_sentencepiece()

@@ -10,7 +10,8 @@ from gguf import GGUFReader
 from loadtest.drill import bad_canary as drill
 from loadtest.drill.damage import MATRIX, damage
 from loadtest.drill.fleet import DrillError, DrillFaultError
-from tests.loadtest.drill.test_verdict import GOLDEN, ended, judge, worker
+from loadtest.drill.verdict import InjectedFault, SentLoad, judge
+from tests.loadtest.drill.test_verdict import GOLDEN, ended, worker
 
 
 class View:
@@ -78,11 +79,22 @@ async def test_a_fleet_without_a_damaged_copy_has_no_such_drill() -> None:
 
 
 def test_answers_of_the_copy_are_allowed_only_until_the_routes_have_changed() -> None:
-    fields = {"drill": "d", "what_was_done": "", "planned": [0, 1], "golden": GOLDEN}
-    fields |= {"fault_s": 9.0, "may_fail": False, "recovery_limit_s": 5.0, "workers": [worker()]}
     records = [ended(0), ended(1, answer="of the copy", sent_s=3.0)]
-    assert judge(**fields, records=records, other_until_s=4.0).faults == []
-    assert "WRONG TOKENS" in judge(**fields, records=records, other_until_s=2.0).faults[0]
+    load = SentLoad(planned=[0, 1], records=records)
+
+    def faults(other_until_s: float) -> list[str]:
+        fault = InjectedFault(
+            drill="d",
+            what_was_done="",
+            at_s=9.0,
+            may_fail=False,
+            recovery_limit_s=5.0,
+            other_until_s=other_until_s,
+        )
+        return judge(fault, load, GOLDEN, [worker()]).faults
+
+    assert faults(4.0) == []
+    assert "WRONG TOKENS" in faults(2.0)[0]
 
 
 @pytest.mark.long

@@ -4,7 +4,7 @@ import pytest
 
 from loadtest.client.records import CallRecord
 from loadtest.drill.overload import judge_overload, overload_phases, recovery_s
-from loadtest.drill.verdict import DrillOutcome
+from loadtest.drill.verdict import DrillOutcome, SentLoad
 from loadtest.goodput.phases import GoodLimits, phased_plan
 from tests.loadtest.drill.test_verdict import GOLDEN, ended, worker
 from tests.loadtest.metrics.test_metrics import record
@@ -52,10 +52,9 @@ def load(**capacity: float) -> list[CallRecord]:
 
 def judged(records, probes=(), workers=()) -> DrillOutcome:
     return judge_overload(
-        phases=PHASES,
-        planned=range(PLAN.request_count),
-        records=records,
-        limits=LIMITS,
+        SentLoad(planned=range(PLAN.request_count), records=records),
+        PHASES,
+        LIMITS,
         probes=probes or [ended(0), ended(1)],
         golden=GOLDEN,
         workers=workers or [worker()],

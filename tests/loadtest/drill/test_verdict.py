@@ -3,7 +3,14 @@
 import msgspec
 import pytest
 
-from loadtest.drill.verdict import DrillOutcome, ShownWorker, judge, recovery_s
+from loadtest.drill.verdict import (
+    DrillOutcome,
+    InjectedFault,
+    SentLoad,
+    ShownWorker,
+    judge,
+    recovery_s,
+)
 from tests.loadtest.metrics.test_metrics import record
 
 GOLDEN = {0: "one two three", 1: "four five"}
@@ -21,17 +28,11 @@ def ended(index: int, **changes: object):
 
 
 def verdict(records, workers=(), *, may_fail: bool = False, fault_s: float = 9.0) -> DrillOutcome:
-    return judge(
-        drill="d",
-        what_was_done="",
-        planned=[0, 1],
-        records=records,
-        golden=GOLDEN,
-        fault_s=fault_s,
-        may_fail=may_fail,
-        recovery_limit_s=5.0,
-        workers=workers or [worker()],
+    fault = InjectedFault(
+        drill="d", what_was_done="", at_s=fault_s, may_fail=may_fail, recovery_limit_s=5.0
     )
+    load = SentLoad(planned=[0, 1], records=records)
+    return judge(fault, load, GOLDEN, workers or [worker()])
 
 
 def test_all_well():

@@ -21,10 +21,11 @@ from baton.types.slo import Slo as RequestSlo
 from fleet.cli.main import app
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.goodput import Goodput, goodput
-from loadtest.simulator.network import LINKS, Network
+from loadtest.simulator.network import CONTROL_NS, LINKS, Network
 from loadtest.simulator.policies import FLEET
 from loadtest.simulator.report import SimulationSlo, as_json, bound_share, figures
-from loadtest.simulator.simulation import Setup, Simulation
+from loadtest.simulator.setup import Setup
+from loadtest.simulator.simulation import Simulation
 from loadtest.simulator.worker import SimulatedWorker
 from loadtest.workloads.days import days
 from loadtest.workloads.traces import TraceRequest, read_trace
@@ -72,18 +73,29 @@ def test_virtual_time_never_runs_backwards(events):
         clock.at(clock.now_ns - 1, clock.run)
 
 
+def arrivals_ns(network: Network, *ends: tuple[str, str]) -> list[int]:
+    """Return when messages arrive that are sent at once, without the cost of the call."""
+    arrived = dict[tuple[str, str], int]()
+    for source, target in ends:
+        pair = (source, target)
+        network.send(*pair, 5e6, lambda pair=pair: arrived.update({pair: network.clock.now_ns}))
+    network.clock.run()
+    return [arrived[pair] - CONTROL_NS for pair in ends]
+
+
 def test_a_message_takes_the_line_through_the_measured_times_and_ends_queue():
-    network = Network(LINKS["between-nodes"])
-    assert network.send("a", "b", 5e6, 0) == pytest.approx(158e3, rel=0.01)  # measured: 33 GB/s
-    assert network.send("a", "c", 5e6, 0) == pytest.approx(2 * 158e3, rel=0.01)
-    assert network.send("x", "y", 5e6, 0) == pytest.approx(158e3, rel=0.01)
+    network = Network(LINKS["between-nodes"], VirtualClock())
+    first, second, other = arrivals_ns(network, ("a", "b"), ("a", "c"), ("x", "y"))
+    assert first == pytest.approx(158e3, rel=0.01)  # measured: 33 GB/s
+    assert second == pytest.approx(2 * 158e3, rel=0.01)
+    assert other == pytest.approx(158e3, rel=0.01)
 
 
 def test_within_a_node_messages_take_another_link():
-    network = Network(LINKS["between-nodes"], nodes=2)
+    network = Network(LINKS["between-nodes"], VirtualClock(), nodes=2)
     assert network.node("worker-1") == network.node("worker-3") == "node-1"
-    near = network.send("worker-1", "worker-3", 5e6, 0)
-    assert network.send("worker-0", "worker-5", 5e6, 0) == pytest.approx(158e3, rel=0.01)
+    near, far = arrivals_ns(network, ("worker-1", "worker-3"), ("worker-0", "worker-5"))
+    assert far == pytest.approx(158e3, rel=0.01)
     assert near == pytest.approx(LINKS["nvlink"].seconds(5e6) * 1e9)
 
 

@@ -16,6 +16,7 @@ from loadtest.workloads.prompts import UNIQUE_KEYS, PromptWriter
 from loadtest.workloads.replay import replay_plan
 from loadtest.workloads.synthetic import OpenLoop, Sessions, open_loop_plan, session_plan
 from loadtest.workloads.traces import TraceRequest, read_trace
+from tests.soak import examples
 
 SAMPLES = Path(__file__).parents[3] / "loadtest" / "traces"
 
@@ -25,7 +26,7 @@ def rng() -> np.random.Generator:
 
 
 @given(cv=st.sampled_from([0.0, 0.5, 1.0, 2.0]), rate=st.floats(0.1, 100))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_gaps_have_the_mean_and_the_burstiness_asked_for(cv, rate):
     gaps = np.diff(arrival_times_s(rng(), 20_001, rate, cv), prepend=0.0)
     assert (gaps >= 0).all()
@@ -100,7 +101,7 @@ def traces(draw) -> list[TraceRequest]:
 
 
 @given(traces(), st.sampled_from([1.0, 3.0, 16.0, 32.0, 100.0]))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_equal_hashes_give_equal_prompts_after_shrinking_and_other_hashes_do_not(trace, shrink):
     plan = replay_plan(trace, name="t", shrink=shrink, seed=1)
     block = max(1, round(512 / shrink))
@@ -203,7 +204,7 @@ def test_sessions_begin_anew_and_tools_answer_at_once(users, sessions, turns, to
 
 
 @given(st.integers(1, 5), st.sets(st.integers(0, 399)))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_shares_are_a_partition_and_what_is_done_is_left_out(shares, done):
     plan = open_loop_plan(open_loop(), name="p", seed=1)
     dealt = [t.index for n in range(shares) for t in plan.share(n, shares).turns()]

@@ -13,6 +13,7 @@ from router.routing.admission.slo_gate import (
     HEADROOM,
     LANE_WAIT,
     LANE_WORK,
+    GateRequest,
     Prediction,
     SloDecision,
     SloGate,
@@ -29,8 +30,9 @@ def prediction(wait_s: float = 0.0, compute_s: float = 1.0, streams: float = 0.0
 
 
 def judge(gate: SloGate, name: str, asked: Prediction, now_s: float = 0.0, **fields) -> SloDecision:
-    fields = {"waited_s": 0.0, "workers": 2, "caller": name, **fields}
-    return gate.judge(name, asked, SLO, now_ns=round(now_s * SECOND), **fields)
+    workers = fields.pop("workers", 2)
+    request = GateRequest(name, SLO, **{"waited_s": 0.0, "caller": name, **fields})
+    return gate.judge(request, asked, workers=workers, now_ns=round(now_s * SECOND))
 
 
 def test_a_request_on_time_is_placed_however_long_its_prompt():
@@ -389,8 +391,8 @@ class Lane(RuleBasedStateMachine):
         self.number += 1
         name = f"r{self.number}"
         asked = prediction(wait_s, compute_s, streams)
-        fields = {"workers": 3, "now_ns": self.now_ns, "caller": name}
-        verdict = self.gate.judge(name, asked, SLO, waited_s=0.0, **fields)
+        request = GateRequest(name, SLO, 0.0, name)
+        verdict = self.gate.judge(request, asked, workers=3, now_ns=self.now_ns)
         if verdict is SloDecision.WAIT:
             self.waiting[name] = (asked, self.now_ns)
         if verdict is SloDecision.REFUSE:
@@ -401,15 +403,9 @@ class Lane(RuleBasedStateMachine):
     def ask_again(self, wait_s: float) -> None:
         for name in self.gate.next():
             asked, since_ns = self.waiting[name]
-            verdict = self.gate.judge(
-                name,
-                asked._replace(wait_s=wait_s),
-                SLO,
-                waited_s=(self.now_ns - since_ns) / SECOND,
-                workers=3,
-                now_ns=self.now_ns,
-                caller=name,
-            )
+            request = GateRequest(name, SLO, (self.now_ns - since_ns) / SECOND, name)
+            asked = asked._replace(wait_s=wait_s)
+            verdict = self.gate.judge(request, asked, workers=3, now_ns=self.now_ns)
             assert verdict is not SloDecision.REFUSE, "who waits is refused by time alone"
             if verdict is SloDecision.PLACE:
                 del self.waiting[name]

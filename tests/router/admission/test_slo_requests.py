@@ -57,7 +57,7 @@ async def test_a_busy_fleet_refuses_with_a_time_and_a_sentence(make_fleet):
     gateway = fleet.lane.gateway
     assert (gateway.admission.running, gateway.admission.waiting) == (0, 0)
     assert not gateway._slo.waiting
-    assert not gateway._book._workers_of, "nothing was booked for it"
+    assert not gateway.book._workers_of, "nothing was booked for it"
     await until(lambda: outcomes(fleet).get("refused") == 1)
 
 
@@ -123,7 +123,7 @@ async def test_who_disconnects_leaves_the_lane(make_fleet):
     await until(lambda: fleet.lane.gateway._slo.waiting == 1)
     waiting.cancel()
     await until(lambda: not fleet.lane.gateway._slo.waiting)
-    assert not fleet.lane.gateway._active
+    assert not fleet.lane.gateway.active
 
 
 async def test_without_limits_nobody_is_refused(make_fleet):

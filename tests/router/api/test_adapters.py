@@ -55,8 +55,9 @@ async def unload(fleet, name: str, headers: dict = FLEET):
 
 
 async def test_loads_and_unloads_are_in_the_audit_log(make_fleet, served, path, tmp_path):
-    audit = AuditLog(AuditInbox(Registry("redis://127.0.0.1:1", "test")), tmp_path / "audit.jsonl")
-    fleet = await make_fleet({"decode-0": None}, served, audit=audit)
+    registry = Registry("redis://127.0.0.1:1", "test")
+    audit = AuditLog(AuditInbox(registry), tmp_path / "audit.jsonl")
+    fleet = await make_fleet({"decode-0": None}, served, registry=registry, audit=audit)
     await load(fleet, "pirate", path)
     await load(fleet, "missing", "/no/such/folder")
     await unload(fleet, "pirate")

@@ -12,7 +12,6 @@ import pytest
 from baton.config.clients import ApiKeyConfig
 from baton.config.logs import LogsConfig
 from baton.tenants.key_record import issue, new_key
-from baton.tenants.shared_keys import SharedKeys
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
@@ -31,7 +30,7 @@ def start(make_fleet, registry):
         return await make_fleet(
             {"decode-0": Script(step_s=0.001)},
             api_keys={} if keys is None else keys,
-            keys=SharedKeys(registry),
+            registry=registry,
             **more,
         )
 
@@ -241,7 +240,7 @@ async def test_lines_of_the_fleet_file_count_beside_issued_keys_and_can_be_impor
     assert late.status_code == 400 and "priority" in late.text
     await revoke(fleet, "key-of-a-team")
     assert "is revoked" in await refusal(fleet, "key-of-a-team"), "although it has its line"
-    own = {"authorization": f"Bearer {fleet.router.settings.own_key}"}
+    own = {"authorization": f"Bearer {fleet.router.access.own_key}"}
     for tenant, status in (("a", 401), ("b", 200)):  # the lines of its batch
         answer = await fleet.chat(headers=own | {"x-baton-tenant": tenant})
         assert answer.status_code == status
@@ -249,7 +248,7 @@ async def test_lines_of_the_fleet_file_count_beside_issued_keys_and_can_be_impor
 
 
 async def test_a_fleet_that_checks_no_keys_issues_none(make_fleet, registry):
-    fleet = await make_fleet({"decode-0": None}, keys=SharedKeys(registry))
+    fleet = await make_fleet({"decode-0": None}, registry=registry)
     for call in (
         fleet.http.get("/fleet/keys"),
         fleet.http.post("/fleet/keys", json={"keys": [sent(new_key())]}, headers=OPS),
@@ -387,7 +386,7 @@ async def test_a_batch_runs_with_the_rights_of_its_tenant_while_that_has_a_valid
             await asyncio.sleep(0.05)
         assert made.request_counts.completed == 1, made
 
-    own = fleet.router.settings.own_key
+    own = fleet.router.access.own_key
     as_team = {"authorization": f"Bearer {own}", "x-baton-tenant": "team"}
     assert (await fleet.chat(headers=as_team, priority=2)).status_code == 400
     assert (await fleet.chat(headers=as_team)).status_code == 200

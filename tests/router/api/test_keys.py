@@ -14,8 +14,9 @@ from baton.wire.fleet_token import FleetToken
 from fleet.cli.common import get_json
 from fleet.local.state import FleetState
 from fleet.process_key import ProcessKey
-from router.frontend import access
-from router.settings import RouterSettings
+from router.tenants import access
+from router.tenants.access import AccessControl, api_keys_of
+from router.tenants.policies import TenantPolicies
 from tests.router.emulated_worker import Script
 
 KEYS = {
@@ -126,7 +127,7 @@ async def test_secrets_are_compared_in_constant_time(fleet, monkeypatch):
     monkeypatch.setattr(access, "compare_digest", note)
     monkeypatch.setattr(fleet_token, "compare_digest", note)
     await fleet.http.get("/fleet", headers=ONE)
-    own = fleet.router.settings.own_key.encode()
+    own = fleet.router.access.own_key.encode()
     assert [left for left, _ in compared] == [b"secret", own]
 
     class Details:
@@ -153,15 +154,13 @@ def test_a_key_is_found_without_a_look_at_the_others():
         items = values = keys = __iter__
 
     keys = Keys({f"key-{number}": ApiKeyConfig(tenant=f"t{number}") for number in range(10_000)})
-    settings = RouterSettings(
-        model="m", model_names=("m",), api_keys=keys, fleet_token=FleetToken("secret")
-    )
+    control = AccessControl(keys, FleetToken("secret"), TenantPolicies())
     for number in (0, 9_999):
         headers = {"authorization": f"Bearer key-{number}"}
-        assert access.access_of(headers, settings).tenant == f"t{number}"
+        assert control.of(headers).tenant == f"t{number}"
     for wrong in ("", "key-", "key-10000", "KEY-1", "é"):
         with pytest.raises(UnauthorizedError):
-            access.access_of({"x-api-key": wrong}, settings)
+            control.of({"x-api-key": wrong})
 
 
 def test_which_fleets_require_a_key(tmp_path):
@@ -175,7 +174,7 @@ def test_which_fleets_require_a_key(tmp_path):
         ({"clients": {"api_keys_file": "redis"}}, set()),
         ({"clients": {"api_keys_file": "redis"}, "api_keys": line}, {"key-of-one"}),
     ):
-        found = RouterSettings.from_config(FleetConfig.model_validate(fields)).api_keys
+        found = api_keys_of(FleetConfig.model_validate(fields))
         assert (None if found is None else set(found)) == keys
 
 

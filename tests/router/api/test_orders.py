@@ -15,7 +15,9 @@ from baton.telemetry.metrics import Metrics
 from baton.wire.fleet_token import FleetToken
 from router.frontend import errors
 from router.frontend.operators import admin_commands as orders
-from router.settings import RouterSettings
+from router.settings import ProcessSettings
+from router.tenants.access import AccessControl
+from router.tenants.policies import TenantPolicies
 from tests.registry.conftest import redis_server, registry
 
 __all__ = ["redis_server", "registry"]
@@ -29,10 +31,9 @@ DRAIN = {"verb": "drain", "workers": ["decode-0"]}
 
 
 def client(registry: Registry, keys: dict[str, ApiKeyConfig] | None) -> httpx.AsyncClient:
-    settings = RouterSettings(
-        model="m", model_names=("m",), fleet_token=FleetToken(TOKEN), api_keys=keys
-    )
-    parts = SimpleNamespace(settings=settings, metrics=Metrics("router", model="m"))
+    access = AccessControl(keys, FleetToken(TOKEN), TenantPolicies())
+    metrics = Metrics("router", model="m")
+    parts = SimpleNamespace(settings=ProcessSettings(), access=access, metrics=metrics)
     app = FastAPI()
     errors.install(app, {})
     app.include_router(orders.routes(parts, {"m": AdminCommands(registry)}))

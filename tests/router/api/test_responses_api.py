@@ -44,11 +44,16 @@ def redis_server():
 
 
 @pytest.fixture
-async def stored(redis_server):
-    registry = Registry(redis_server.url, "test")
+async def registry(redis_server):
+    made = Registry(redis_server.url, "test")
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def stored(registry):
     limits = StoreLimits(keep_s=60, tenant_bytes=10**6, total_bytes=10**7)
-    yield StoredResponses(registry, limits)
-    await registry.close()
+    return StoredResponses(registry, limits)
 
 
 def client_of(fleet, **more) -> openai.AsyncOpenAI:
@@ -58,13 +63,13 @@ def client_of(fleet, **more) -> openai.AsyncOpenAI:
 
 
 @pytest.fixture
-async def answering(make_fleet, model, stored):
+async def answering(make_fleet, model, registry, stored):
     """``await answering(text)``: a fleet whose answers are that, until a script is changed."""
 
     async def make(text: str, script: dict | None = None, **more):
         ids = model.tokenizer.encode(text)
         fields = {"answer": ids, "stop_token": 2, "step_s": 0.001} | (script or {})
-        settings = {"responses": stored} | more
+        settings = {"registry": registry, "responses": stored} | more
         return await make_fleet({"decode-0": Script(**fields)}, **settings)
 
     return make
@@ -477,7 +482,7 @@ async def test_without_redis_a_response_is_answered_and_says_that_it_is_not_kept
     server.start()
     registry = Registry(server.url, "test")
     limits = StoreLimits(keep_s=60, tenant_bytes=10**6, total_bytes=10**6)
-    fleet = await answering("x", responses=StoredResponses(registry, limits))
+    fleet = await answering("x", registry=registry, responses=StoredResponses(registry, limits))
     async with client_of(fleet) as client:
         first = await client.responses.create(model=MODEL, input="hi")
         assert first.store is True
@@ -528,8 +533,8 @@ async def test_a_conversation_that_is_too_long_is_cut_only_if_asked(answering, m
     assert "0 0 0" not in text
 
 
-async def test_a_running_response_is_seen_and_cancelled(make_fleet, stored):
-    fleet = await make_fleet({"decode-0": Script(step_s=0.05)}, responses=stored)
+async def test_a_running_response_is_seen_and_cancelled(make_fleet, registry, stored):
+    fleet = await make_fleet({"decode-0": Script(step_s=0.05)}, registry=registry, responses=stored)
     async with client_of(fleet) as client:
         stream = await client.responses.create(model=MODEL, input="hi", stream=True)
         events = []
@@ -562,8 +567,8 @@ async def test_a_failure_in_the_middle_is_an_event(make_fleet):
     assert event.response.output[0].status == "incomplete"
 
 
-async def test_a_client_that_leaves_leaves_nothing(make_fleet, stored):
-    fleet = await make_fleet({"decode-0": Script(step_s=0.02)}, responses=stored)
+async def test_a_client_that_leaves_leaves_nothing(make_fleet, registry, stored):
+    fleet = await make_fleet({"decode-0": Script(step_s=0.02)}, registry=registry, responses=stored)
     async with client_of(fleet) as client:
         stream = await client.responses.create(model=MODEL, input="hi", stream=True)
         async for event in stream:

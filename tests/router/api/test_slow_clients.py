@@ -11,11 +11,9 @@ import pytest
 import uvicorn
 
 from baton.config.clients import ClientLimitsConfig
-from baton.config.fleet_file import DEFAULT_MODEL
 from router.app import build_app
 from router.frontend.http.protocol import server_config
 from router.process import Process
-from router.settings import RouterSettings
 from tests.router.conftest import MODEL, events_of, process_of, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script, answer_token
 from tests.router.static_directory import StaticDirectory
@@ -65,19 +63,11 @@ async def serve(model):
         async def make(script: Script | None = None, **limits) -> Server:
             worker = await EmulatedWorker("decode-0", "decode", script).start()
             stack.push_async_callback(worker.stop)
-            settings = RouterSettings(
-                model=DEFAULT_MODEL,
-                model_names=model.names,
-                clients=ClientLimitsConfig(**limits),
-                keep_alive_s=0.02,
-            )
-            router = process_of(
-                settings, model, StaticDirectory([record_of("decode-0", worker.address)])
-            )
+            directory = StaticDirectory([record_of("decode-0", worker.address)])
+            clients = ClientLimitsConfig(**limits)
+            router = process_of(model, directory, clients=clients, keep_alive_s=0.02)
             app, metrics = build_app(router), router.metrics
-            config = server_config(
-                app, metrics, settings.clients, port=0, timeout_graceful_shutdown=1
-            )
+            config = server_config(app, metrics, clients, port=0, timeout_graceful_shutdown=1)
             server = uvicorn.Server(config)
             server.capture_signals = contextlib.nullcontext
             task = asyncio.create_task(server.serve())
@@ -131,10 +121,11 @@ async def test_a_client_that_does_not_read_its_stream_is_dropped_and_the_request
     await until(lambda: router.open == 0)
     await until(lambda: len(router.server.server_state.tasks) == 0)
     await until(
-        lambda: all(a.record.ended for a in router.router.lanes.first.gateway._active.values())
+        lambda: all(a.record.ended for a in router.router.lanes.first.gateway.active.values())
     )
 
 
+@pytest.mark.costly
 async def test_a_stream_waits_for_a_client_that_is_behind_and_goes_on(serve, model):
     """What came while it did not read stands in one piece; not a token is missing."""
     router = await serve(Script(step_s=0), write_timeout_s=120)  # more than both waits
@@ -146,7 +137,7 @@ async def test_a_stream_waits_for_a_client_that_is_behind_and_goes_on(serve, mod
     connections = router.server.server_state.connections
     await until(lambda: any(c.flow and not c.writable for c in connections), 20)
     await until(
-        lambda: all(a.record.ended for a in router.router.lanes.first.gateway._active.values()), 20
+        lambda: all(a.record.ended for a in router.router.lanes.first.gateway.active.values()), 20
     )
     got, loop = b"", asyncio.get_running_loop()
     while piece := await loop.sock_recv(router.sockets[0], 1 << 16):

@@ -9,8 +9,6 @@ import time
 import httpx
 import yaml
 
-from baton.config.fleet_file import DEFAULT_MODEL
-from router.settings import RouterSettings
 from tests.router.conftest import MODEL, events_of, process_of, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script
 from tests.router.static_directory import StaticDirectory
@@ -21,8 +19,7 @@ async def test_a_router_listens_when_it_has_met_its_workers(model):
     worker = await EmulatedWorker("decode-0").start()
     address = worker.address
     await worker.stop()
-    settings = RouterSettings(model=DEFAULT_MODEL, model_names=model.names)
-    router = process_of(settings, model, StaticDirectory([record_of("decode-0", address)]))
+    router = process_of(model, StaticDirectory([record_of("decode-0", address)]))
     starting = asyncio.create_task(router.running().__aenter__())
     await asyncio.sleep(0.3)
     assert not starting.done()
@@ -36,8 +33,8 @@ async def test_a_router_listens_when_it_has_met_its_workers(model):
 
 async def test_a_router_waits_no_longer_for_its_workers_than_it_may(model):
     """Defect 21: a worker that is gone must not keep a router from starting."""
-    settings = RouterSettings(model=DEFAULT_MODEL, model_names=model.names, start_limit_s=0.3)
-    router = process_of(settings, model, StaticDirectory([record_of("decode-0", "127.0.0.1:1")]))
+    directory = StaticDirectory([record_of("decode-0", "127.0.0.1:1")])
+    router = process_of(model, directory, start_limit_s=0.3)
     began_s = time.monotonic()
     async with router.running():
         assert 0.25 < time.monotonic() - began_s < 1.5

@@ -10,7 +10,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from router.frontend.api.formats.answer_format import DataEvents, TextEvent, data_event, named_event
 from router.frontend.api.formats.answer_parts import AnswerPart
-from router.frontend.api.formats.openai import ChatFormat, CompletionFormat
+from router.frontend.api.formats.openai import AnswerHead, ChatFormat, CompletionFormat
 from router.frontend.api.messages import format as messages_format
 from router.frontend.api.responses.format import ResponsesFormat
 from router.frontend.http.connection import Deliveries
@@ -42,10 +42,7 @@ CALLS = {
 
 def formats(model, include_usage: bool) -> list:
     common = {
-        "answer_id": "x-1",
-        "created": 1,
-        "model": MODEL,
-        "fingerprint": "f",
+        "head": AnswerHead("x-1", 1, MODEL, "f"),
         "tokenizer": model.tokenizer,
         "include_usage": include_usage,
     }

@@ -11,10 +11,7 @@ import openai
 import pytest
 
 from baton.config.clients import ApiKeyConfig
-from baton.tenants.erasures import Erasures
 from baton.tenants.limits import Limits
-from baton.tenants.quotas import SharedQuotas
-from baton.tenants.shared_limits import SharedLimits
 from router.frontend.operators.deletion import command
 from router.tenants.quota_feed import QuotaFeed
 from tests.registry.conftest import redis_server, registry
@@ -36,9 +33,7 @@ def start(make_fleet, registry, monkeypatch):
         return await make_fleet(
             {"decode-0": more.pop("script", Script(step_s=0.001))},
             api_keys=KEYS,
-            limits=SharedLimits(registry),
-            quotas=SharedQuotas(registry),
-            erasures=Erasures(registry),
+            registry=registry,
             **more,
         )
 
@@ -61,7 +56,7 @@ def code_of(answer) -> str:
 
 
 def policies(fleet) -> dict[str, Limits]:
-    return dict(fleet.router.settings.policies.all)
+    return dict(fleet.router.policies.all)
 
 
 async def test_limits_are_set_changed_and_removed_at_all_routers(start) -> None:
@@ -366,8 +361,7 @@ async def test_a_client_that_left_before_its_call_was_placed_is_not_served(make_
     fleet = await make_fleet(
         {"decode-0": Script()},
         api_keys={"key-of-team": ApiKeyConfig(tenant="team")},
-        limits=SharedLimits(registry),
-        quotas=SharedQuotas(registry),
+        registry=registry,
     )
     await fleet.http.put("/fleet/tenants/team", json={"tpm": 60_000}, headers=OPS)
     await until(lambda: fleet.router.quotas.quotas.has_limits("team"))

@@ -10,10 +10,8 @@ import pytest
 from baton.config.clients import ApiKeyConfig, SloConfig
 from baton.config.secrets import SecretError
 from baton.tenants.limits import Limits
-from baton.tenants.quotas import SharedQuotas
-from baton.tenants.shared_limits import SharedLimits
 from baton.tenants.tenants_file import TenantsFile
-from router.frontend.access import access_of
+from router.tenants.policies import TenantPolicies
 from tests.registry.conftest import redis_server, registry
 from tests.router.api.test_tenant_limits import CALLS, OPS, TEAM, code_of, put
 from tests.router.conftest import MODEL, until
@@ -36,8 +34,7 @@ def start(make_fleet, registry):
         return await make_fleet(
             {"decode-0": more.pop("script", Script(step_s=0.001))},
             api_keys=KEYS,
-            limits=SharedLimits(registry),
-            quotas=SharedQuotas(registry),
+            registry=registry,
             **more,
         )
 
@@ -99,7 +96,7 @@ async def test_latencies_come_from_header_key_tenant_and_fleet_in_this_order(sta
     assert await slo_of() == (7, 2)
     assert await slo_of(**{"x-baton-slo-itl-ms": "900"}) == (7, 0.9)
     strict = {"authorization": "Bearer strict-key-of-team"}
-    assert access_of(strict, fleet.router.settings).slo == STRICT
+    assert fleet.router.access.of(strict).slo == STRICT
     await put(fleet, slo={"itl_s": 1})
     assert await slo_of() == (7, 1), "the latency that is not given stays"
 
@@ -179,8 +176,8 @@ async def test_the_file_is_the_only_source_and_a_wrong_one_changes_nothing(
     path.write_text("team: {weight: 3, rpm: 600}\n")
     redis_only = await start()
     await put(redis_only, "free", rpm=5)
-    fleet = await start(tenants_file=TenantsFile.beside(str(tmp_path / "keys.yaml")))
-    policies = fleet.router.settings.policies
+    fleet = await start(policies=TenantPolicies(TenantsFile.beside(str(tmp_path / "keys.yaml"))))
+    policies = fleet.router.policies
     assert (policies.of("team").rpm, policies.weight("team")) == (600, 3.0)
     assert policies.of("free").rpm is None, "Redis has no part in it"
     assert fleet.router.quotas.quotas.has_limits("team")
@@ -204,8 +201,8 @@ async def test_the_file_is_the_only_source_and_a_wrong_one_changes_nothing(
 
 async def test_a_file_that_appears_later_takes_over(start, tmp_path, caplog) -> None:
     source = TenantsFile.beside(str(tmp_path / "keys.yaml"))
-    fleet = await start(tenants_file=source)
-    policies = fleet.router.settings.policies
+    fleet = await start(policies=TenantPolicies(source))
+    policies = fleet.router.policies
     await put(fleet, rpm=5)
     path = tmp_path / "tenants.yaml"
     path.write_text("team: 5\n")

@@ -47,7 +47,7 @@ def start(make_fleet, registry):
         return await make_fleet(
             workers or {"decode-0": Script(step_s=0.001, cached_tokens=3)},
             api_keys=KEYS,
-            usage=SharedUsage(registry),
+            registry=registry,
             **more,
         )
 
@@ -376,7 +376,7 @@ class Unavailable(SharedUsage):
 async def test_without_redis_usage_is_kept_and_reported_later(make_fleet, registry) -> None:
     shared = Unavailable(registry)
     script = Script(step_s=0.001)
-    fleet = await make_fleet({"decode-0": script}, api_keys=KEYS, usage=shared)
+    fleet = await make_fleet({"decode-0": script}, api_keys=KEYS, registry=registry, usage=shared)
     shared.away = True
     await fleet.chat(headers=headers_of("team"))
     await asyncio.sleep(1.1)  # a report fails
@@ -439,7 +439,7 @@ async def run_outages(make_fleet, redis_server, outage_s: float) -> None:
 async def run_outages_of(make_fleet, reach: Reach, outage_s: float) -> None:
     script = Script(step_s=0.002, cached_tokens=3)
     fleets = [
-        await make_fleet({"decode-0": script}, api_keys=KEYS, usage=SharedUsage(one))
+        await make_fleet({"decode-0": script}, api_keys=KEYS, registry=one)
         for one in reach.registries
     ]
     clients = Clients(fleets, seed=11)
@@ -465,9 +465,8 @@ async def test_a_router_that_stops_without_redis_leaves_its_usage_to_the_next(
     make_fleet, redis_server, tmp_path, caplog
 ) -> None:
     async with Reach(redis_server) as reach:
-        shared = SharedUsage(reach.registries[0])
         script = Script(step_s=0.001)
-        more = {"api_keys": KEYS, "usage": shared, "state_dir": str(tmp_path)}
+        more = {"api_keys": KEYS, "registry": reach.registries[0], "state_dir": str(tmp_path)}
         first = await make_fleet({"decode-0": script}, **more)
         for tenant in TENANTS:
             await first.chat(headers=headers_of(tenant))

@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
@@ -17,11 +18,10 @@ from baton.config.clients import ApiKeyConfig
 from baton.registry.shared_adapters import AdapterEntry
 from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.tenants.key_record import issue, new_key
-from baton.tenants.shared_keys import SharedKeys
-from baton.tenants.shared_limits import SharedLimits
-from baton.tenants.usage.shared import SharedUsage
 from router.adapter_table import AdapterTable
+from router.frontend.operators.deletion import command
 from router.served_model import ServedModel
+from router.sources import LaneTables
 from router.tenants.key_table import KeyTable
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import MODEL
@@ -57,13 +57,11 @@ SECRET = "armadillo"  # in everything that it has
 ADAPTER = f"{VIOLET}/{SECRET}"
 
 
-def ended_keys() -> KeyTable:
-    """A table with an expired and a revoked operator's key."""
-    table = KeyTable()
+def adopt_ended_keys(table: KeyTable) -> None:
+    """Add an expired and a revoked operator's key."""
     rights = {"tenant": VIOLET, "role": "operator"}
     table.adopt(issue(EXPIRED, rights, created_ms=1, expires_ms=10**12))
     table.adopt(msgspec.structs.replace(issue(REVOKED, rights, created_ms=1), revoked_ms=2))
-    return table
 
 
 def paths_of(app) -> Iterator[str]:
@@ -85,26 +83,28 @@ def refusals(path: str) -> list[int | None]:
 
 
 @pytest.fixture
-async def everything(make_fleet, model, artifact, registry, tmp_path):
+async def everything(make_fleet, model, artifact, registry, tmp_path, monkeypatch):
     """A router with all its parts; orders get no response."""
+    monkeypatch.setattr(command, "LIMIT_S", 0.1)  # its worker is a script, and confirms nothing
     served = object.__new__(ServedModel)
     served.__dict__.update(model.__dict__)
     served.adapters = AdapterTable(artifact.config, model.names, folder=str(tmp_path))
+    orders = SimpleNamespace(ask=AsyncMock(return_value=None))
     limits = StoreLimits(keep_s=60, tenant_bytes=10**6, total_bytes=10**7)
-    return await make_fleet(
+    fleet = await make_fleet(
         {"decode-0": Script(step_s=0.001)},
         served,
         api_keys=KEYS | {f"key-of-{VIOLET}": ApiKeyConfig(tenant=VIOLET)},
-        issued_keys=ended_keys(),
-        keys=SharedKeys(registry),
-        limits=SharedLimits(registry),
-        usage=SharedUsage(registry),
+        registry=registry,
         responses=StoredResponses(registry, limits),
-        commands=SimpleNamespace(ask=AsyncMock(return_value=None)),
+        tables=replace(LaneTables.of(registry), commands=orders),
         state_dir=str(tmp_path),
     )
+    adopt_ended_keys(fleet.router.access.issued_keys)
+    return fleet
 
 
+@pytest.mark.costly
 async def test_each_route_lets_in_whom_it_should(everything):
     """A route that is new needs a key, or a line above."""
     fleet = everything
@@ -232,11 +232,14 @@ def shows(url: str, answer, things: Things) -> list[str]:
     return [name for name in known if name in text and name not in sent]
 
 
+@pytest.mark.costly
 async def test_no_route_shows_a_stranger_anything_of_a_tenant(everything):
     """Another tenant, no key, an expired and a revoked one: nothing leaks and nothing is lost."""
     fleet = everything
-    adapters = fleet.lane.model.adapters
-    adapters._loaded = {ADAPTER: AdapterEntry(name=ADAPTER, owner=VIOLET, digest="00" * 16)}
+    entry = AdapterEntry(name=ADAPTER, owner=VIOLET, digest="00" * 16)
+    await fleet.lane.model.adapters._synced.change(
+        lambda before, _: msgspec.structs.replace(before, entries={ADAPTER: entry})
+    )
     things = Things(fleet)
     await things.make()
     assert await things.all_there()

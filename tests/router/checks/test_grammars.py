@@ -77,6 +77,18 @@ async def test_a_process_that_died_between_two_is_no_fault_of_the_second(make_ch
     assert "b+" in await checker.check("guided_regex", "regex", "b+")
 
 
+async def test_a_compiler_that_is_killed_from_outside_is_no_fault_of_its_grammar(make_checker):
+    checker = make_checker(limit_s=60.0)
+    await checker.check("guided_choice", "choice", '["a"]')
+    compiler = checker._process._process
+    trial = asyncio.create_task(checker.check("response_format", "json", SLOW))
+    await asyncio.sleep(0.1)
+    compiler.kill()
+    with pytest.raises(UnavailableError, match="killed; try again"):
+        await trial
+    assert await checker.check("response_format", "json", SLOW)
+
+
 async def test_one_that_takes_too_long_is_refused_and_the_next_is_served(make_checker):
     checker = make_checker(limit_s=0.05)
     await checker.check("guided_choice", "choice", '["a"]')

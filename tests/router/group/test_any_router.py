@@ -9,9 +9,7 @@ import msgspec
 import pytest
 
 from baton.registry.redis_store import Registry
-from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.tenants.key_record import issue, new_key
-from baton.tenants.shared_keys import SharedKeys
 from router.frontend.group.any_router import AnyRouter
 from router.frontend.group.siblings import OWN_ANSWER
 from tests.router.conftest import MODEL
@@ -21,10 +19,11 @@ from tests.router.emulated_worker import Script
 class Other:
     """A sibling, without the socket between."""
 
-    alive = (1,)
-
     def __init__(self, app) -> None:
         self._client = client_of(app)
+
+    async def alive(self):
+        return [1]
 
     async def ask(self, index, method, path, headers, body=b""):
         passed = {name: headers[name] for name in ("authorization",) if name in headers}
@@ -44,11 +43,8 @@ def client_of(app) -> httpx.AsyncClient:
 async def two(make_fleet):
     """The second of two routers without Redis, and the group's application of the first."""
     registry = Registry("redis://127.0.0.1:1/0", "test")
-    limits = StoreLimits(keep_s=60, tenant_bytes=10**6, total_bytes=10**6)
-    stored = StoredResponses(registry, limits)
-    fleets = [
-        await make_fleet({"decode-0": Script(step_s=0.02)}, responses=stored) for _ in range(2)
-    ]
+    script = Script(step_s=0.02)
+    fleets = [await make_fleet({"decode-0": script}, registry=registry) for _ in range(2)]
     past = SimpleNamespace(keep=lambda page: None, missing=lambda answered: [])
     app = AnyRouter(fleets[0].server.config.app, Other(fleets[1].server.config.app), past, {})
     async with client_of(app) as client:
@@ -98,11 +94,10 @@ async def test_a_limit_may_be_spelled_as_urls_spell(two):
 
 async def test_a_revocation_reaches_the_sibling_without_redis(make_fleet, tmp_path):
     registry = Registry("redis://127.0.0.1:1/0", "test")
-    shared = SharedKeys(registry)
     secret = new_key()
     record = issue(secret, {"tenant": "team"})
     (tmp_path / "keys.json").write_bytes(msgspec.json.encode([record]))  # known from before
-    settings = {"api_keys": {}, "keys": shared, "state_dir": str(tmp_path)}
+    settings = {"api_keys": {}, "registry": registry, "state_dir": str(tmp_path)}
     fleets = [await make_fleet({"decode-0": None}, **settings) for _ in range(2)]
     past = SimpleNamespace(keep=lambda page: None, missing=lambda answered: [])
     apps = [fleet.server.config.app for fleet in fleets]

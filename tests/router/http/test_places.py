@@ -83,6 +83,15 @@ def test_an_address_has_half_of_the_places_unless_it_stands_for_many_clients():
         assert not places.is_reserved(4)
 
 
+def test_the_ipv6_addresses_of_one_network_count_together():
+    places = Places(8)
+    for number in range(5):
+        places.enter(number, f"2001:db8::{number}")
+    assert places.is_reserved(4)
+    places.enter(5, "2001:db8:0:1::1")
+    assert not places.is_reserved(5)
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30), st.booleans()), max_size=200))
 def test_places_are_never_lost(steps):
     places, held = Places(4), set()

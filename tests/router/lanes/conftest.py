@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from baton.config.fleet_file import DEFAULT_MODEL
-from baton.wire.fleet_token import FleetToken
 from router.served_model import ServedModel
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 from router.sources import LaneSources
-from tests.router.conftest import SOURCES, Fleet, record_of, until
+from tests.router.conftest import Fleet, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script
+from tests.router.settings import OF_LANE
 from tests.router.static_directory import StaticDirectory
 
 OTHER = "other"
@@ -36,27 +36,27 @@ class TwoLanes:
 async def two_lanes(make_fleet, model, artifact):
     async def make(
         script: Script | None = None,
-        commands=None,
-        first_commands=None,
+        tables=None,
+        first_tables=None,
         price=0.0,
         names=("smollm2", OTHER),
+        other_slo=None,
         **more,
     ) -> TwoLanes:
         own, beside = names
         other = ServedModel(artifact, (beside,), max_context_tokens=CONTEXT, chat_template=LETTERS)
         served = model if own == "smollm2" else ServedModel(artifact, (own,))
         directory = StaticDirectory()
-        settings = RouterSettings(
+        settings = LaneSettings(
             fleet=f"local.{OTHER}",
             model=DEFAULT_MODEL,
             model_names=(beside,),
-            fleet_token=FleetToken("secret"),
             price_per_hour=price,
-            **{name: value for name, value in more.items() if name not in SOURCES},
+            **{name: value for name, value in more.items() if name in OF_LANE} | {"slo": other_slo},
         )
-        sources = LaneSources(directory=directory, commands=commands)
+        sources = LaneSources(directory, tables)
         others = [(settings, other, sources)]
-        fleet = await make_fleet({}, served=served, others=others, commands=first_commands, **more)
+        fleet = await make_fleet({}, served=served, others=others, tables=first_tables, **more)
         first = await fleet.add("decode-0")
         second = await EmulatedWorker("other-decode-0", "decode", script).start()
         fleet.workers["other-decode-0"] = second

@@ -7,8 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.registry.gates import SharedGates
-from baton.registry.shared_routes import SharedRoutes
 from baton.types.gates import GoldenPrompt
 from router.adapter_table import AdapterTable
 from router.served_model import ServedModel
@@ -43,8 +41,7 @@ async def fleet(make_fleet, artifact, model, paths, registry) -> Fleet:
     made = await make_fleet(
         {name: Script() for name in WORKERS},
         served,
-        routes=SharedRoutes(registry),
-        gates=SharedGates(registry),
+        registry=registry,
         golden=(msgspec.convert({**GOLDEN, "tokens": [1, 2, 3, 4]}, GoldenPrompt),),  # the model's
     )
     for name, path in paths.items():

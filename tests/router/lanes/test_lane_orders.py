@@ -1,12 +1,14 @@
 """Admin commands of a router with two models: each reaches the controllers that it is for."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
 from baton.registry.admin_commands import CommandReply
-from baton.registry.shared_routes import SharedRoutes
+from baton.registry.redis_store import Registry
+from router.sources import LaneTables
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import OPS, record_of, until
 from tests.router.lanes.conftest import OTHER
@@ -32,11 +34,17 @@ class Desk:
         return CommandReply(data={"of": self.name} if verb in ("plan", "scale") else None)
 
 
+def with_desk(registry: Registry, desk: Desk) -> LaneTables:
+    return replace(LaneTables.of(registry), commands=desk)
+
+
 @pytest.fixture
-async def desks(two_lanes, monkeypatch):
+async def desks(two_lanes, registry):
     first = Desk("s")
     second = Desk(OTHER)
-    lanes = await two_lanes(commands=second, first_commands=first)
+    lanes = await two_lanes(
+        tables=with_desk(registry, second), first_tables=with_desk(registry, first)
+    )
 
     async def order(verb: str, **body: Any) -> Any:
         answer = await lanes.fleet.http.post(
@@ -85,7 +93,7 @@ async def test_each_model_has_a_planner(desks) -> None:
 
 async def test_a_model_is_unloaded_only_if_no_name_leads_to_it(two_lanes, registry) -> None:
     second = Desk(OTHER)
-    lanes = await two_lanes(commands=second, routes=SharedRoutes(registry))
+    lanes = await two_lanes(tables=with_desk(registry, second), registry=registry)
     http = lanes.fleet.http
 
     async def change(verb: str, name: str, **more: Any) -> tuple[int, str]:

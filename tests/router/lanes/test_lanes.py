@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from baton.config.clients import SloConfig
 from tests.router.conftest import OPS
 from tests.router.lanes.conftest import CONTEXT, OTHER, TwoLanes
 
@@ -43,6 +44,19 @@ async def test_an_unknown_name_is_refused_with_the_names_of_all_models(two_lanes
     assert error["code"] == "model_not_found"
     assert "'smollm2', 'alias', 'other'" in error["message"]
     assert placed(lanes) == (0, 0)
+
+
+async def test_each_model_has_its_own_latencies(two_lanes) -> None:
+    """All models had those of the first one."""
+    lanes = await two_lanes(
+        slo=SloConfig(ttft_s=30, itl_s=3), other_slo=SloConfig(ttft_s=9, itl_s=1)
+    )
+    for name, lane, expected in zip(
+        ("smollm2", OTHER), lanes.fleet.router.lanes, ((30, 3), (9, 1)), strict=True
+    ):
+        await lanes.post("/v1/chat/completions", model=name, **CHAT)
+        slo = next(iter(lane.gateway.kept.newest_first())).request.slo
+        assert (slo.ttft_s, slo.itl_s) == expected
 
 
 async def test_each_model_has_its_own_context_and_template(two_lanes) -> None:

@@ -23,7 +23,7 @@ __all__ = ["redis_server", "registry"]
 
 @pytest.fixture
 async def lanes(two_lanes, registry) -> TwoLanes:
-    return await two_lanes(routes=SharedRoutes(registry))
+    return await two_lanes(registry=registry)
 
 
 async def change(lanes: TwoLanes, verb: str, name: str, **more: Any) -> Any:
@@ -155,7 +155,7 @@ async def test_models_that_are_not_served_are_refused(lanes: TwoLanes) -> None:
 async def test_a_tenant_with_some_models_may_use_an_alias_only_if_it_is_named(
     two_lanes, registry
 ) -> None:
-    lanes = await two_lanes(routes=SharedRoutes(registry))
+    lanes = await two_lanes(registry=registry)
     await change(lanes, "alias", "chat", model=OTHER)
     router = lanes.fleet.router
     table = router.routes.table
@@ -211,7 +211,7 @@ async def test_only_operators_see_and_change_routes(two_lanes) -> None:
 async def test_a_stored_conversation_stays_with_its_version(two_lanes, registry) -> None:
     limits = StoreLimits(keep_s=60, tenant_bytes=10**6, total_bytes=10**7)
     stored = StoredResponses(registry, limits)
-    lanes = await two_lanes(routes=SharedRoutes(registry), responses=stored)
+    lanes = await two_lanes(registry=registry, responses=stored)
     await change(lanes, "canary", "smollm2", model=OTHER, share=0.5)
     models = set()
     for number in range(10):
@@ -227,7 +227,7 @@ async def test_a_stored_conversation_stays_with_its_version(two_lanes, registry)
 
 async def test_usage_costs_what_the_workers_of_each_model_cost(two_lanes, registry) -> None:
     usage = SharedUsage(registry)
-    lanes = await two_lanes(usage=usage, price=360.0)
+    lanes = await two_lanes(registry=registry, usage=usage, price=360.0)
     hour = int(time.time()) // HOUR_S
     ledger = Ledger("life")
     for lane, role in (("", "decode"), (OTHER, "decode")):

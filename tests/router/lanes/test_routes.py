@@ -18,6 +18,7 @@ from router.lanes.routes import (
     with_fallbacks,
     without,
 )
+from tests.soak import examples
 
 
 def of(
@@ -198,4 +199,4 @@ def rolled_back_if(table: RouteTable, name: str) -> RouteTable:
 
 
 TestChanges = Changes.TestCase
-TestChanges.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestChanges.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None)

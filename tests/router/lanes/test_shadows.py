@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from baton.registry.gates import SharedGates
-from baton.registry.shared_routes import SharedRoutes
-from baton.tenants.usage.shared import SharedUsage
 from baton.types.gates import Evidence, Tally
 from baton.types.routes import NameRoute, RouteTable
 from baton.types.versioned import TableChangeError
@@ -38,9 +36,7 @@ PARENT = f"00-{5:032x}-{7:016x}-01"
 async def lanes(two_lanes, registry) -> TwoLanes:
     return await two_lanes(
         Script(),
-        routes=SharedRoutes(registry),
-        gates=SharedGates(registry),
-        usage=SharedUsage(registry),
+        registry=registry,
     )
 
 
@@ -226,8 +222,7 @@ async def test_requests_of_clients_take_the_places_of_copies(two_lanes, registry
     """The window of the other model has two places, which two copies hold."""
     lanes = await two_lanes(
         Script(),
-        routes=SharedRoutes(registry),
-        gates=SharedGates(registry),
+        registry=registry,
         window_requests=2,
     )
     await shadowed(lanes)
@@ -248,8 +243,7 @@ async def test_requests_of_clients_take_the_places_of_copies(two_lanes, registry
 async def test_no_copy_starts_while_requests_of_clients_wait(two_lanes, registry) -> None:
     lanes = await two_lanes(
         Script(),
-        routes=SharedRoutes(registry),
-        gates=SharedGates(registry),
+        registry=registry,
         window_requests=2,
     )
     await shadowed(lanes)

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from baton.registry.shared_routes import SharedRoutes
 from baton.tenants.limits import Limits
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import OPS
@@ -17,7 +16,7 @@ TWO, TEN = "chat@2", "chat@10"
 
 @pytest.fixture
 async def lanes(two_lanes, registry) -> TwoLanes:
-    return await two_lanes(names=(TEN, TWO), routes=SharedRoutes(registry))
+    return await two_lanes(names=(TEN, TWO), registry=registry)
 
 
 async def ask(lanes: TwoLanes, name: str, **more: Any) -> Any:
@@ -61,7 +60,7 @@ async def test_a_version_is_tried_promoted_and_rolled_back(lanes: TwoLanes) -> N
 
 async def test_a_tenant_may_name_a_version_only_if_its_policy_allows_it(lanes: TwoLanes) -> None:
     policies = {"limited": Limits(models=("chat",)), "version": Limits(models=(TEN,))}
-    lanes.fleet.router.settings.policies.replace(policies)
+    lanes.fleet.router.policies.replace(policies)
 
     async def status(tenant: str, name: str) -> int:
         answer = await ask(lanes, name, headers={"x-baton-tenant": tenant})

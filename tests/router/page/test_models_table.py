@@ -1,7 +1,5 @@
 """The table of models on the live page, in a real browser and with a real Redis."""
 
-from baton.registry.gates import SharedGates
-from baton.registry.shared_routes import SharedRoutes
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import OPS
 from tests.router.emulated_worker import answer_token
@@ -16,7 +14,7 @@ ROWS = "[...document.querySelectorAll('#models tr')]"
 
 @needs_browser
 async def test_operators_see_the_gate_of_a_canary_and_roll_it_back(two_lanes, registry, tab):
-    lanes = await two_lanes(routes=SharedRoutes(registry), gates=SharedGates(registry))
+    lanes = await two_lanes(registry=registry)
     http = lanes.fleet.http
     await http.post(
         "/fleet/models", json={"verb": "gate", "name": OTHER, "golden": [GOLDEN]}, headers=OPS

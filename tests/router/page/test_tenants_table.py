@@ -4,8 +4,6 @@ import pytest
 
 from baton.config.clients import ApiKeyConfig
 from baton.tenants.limits import Budget, Limits
-from baton.tenants.quotas import SharedQuotas
-from baton.tenants.shared_limits import SharedLimits
 from tests.registry.conftest import redis_server, registry
 from tests.router.page.test_page import needs_browser, tab
 
@@ -23,14 +21,13 @@ async def fleet(make_fleet, registry):
     return await make_fleet(
         {"decode-0": None},
         api_keys=KEYS,
-        limits=SharedLimits(registry),
-        quotas=SharedQuotas(registry),
+        registry=registry,
     )
 
 
 def use_policies(fleet, policies: dict[str, Limits]) -> None:
     """Use policies that Redis' older table does not replace."""
-    fleet.router.settings.policies.replace(policies)
+    fleet.router.policies.replace(policies)
     fleet.router.quotas.quotas.set_limits(policies)
 
 

@@ -14,6 +14,7 @@ from benchmarks.router.workers import SteppedWorker
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting, equal_weights
 from router.routing.peers.shares import SILENT_NS, Shares
+from router.sources import LaneTables
 from tests.router.conftest import record_of, until
 
 MS = 1_000_000
@@ -180,7 +181,7 @@ def served_by(routers: list[Simulated], loads) -> Counter:
 async def test_a_router_reports_the_last_turn_by_which_it_places(make_fleet, redis_server):
     registry = Registry(redis_server.url, "turns")
     demands = RouterDemands(registry)
-    fleet = await make_fleet({"a": None, "b": None}, demands=demands)
+    fleet = await make_fleet({"a": None, "b": None}, tables=LaneTables.of(registry))
     fleet.directory.put(record_of("b", "127.0.0.1:1", role="prefill", turn=9))
 
     async def reported() -> int:
@@ -195,7 +196,7 @@ async def test_a_router_reports_the_last_turn_by_which_it_places(make_fleet, red
 async def test_routers_show_what_the_planner_wants_while_it_runs(make_fleet, redis_server):
     registry = Registry(redis_server.url, "plans")
     demands = RouterDemands(registry)
-    fleet = await make_fleet({"a": None}, demands=RouterDemands(registry))
+    fleet = await make_fleet({"a": None}, tables=LaneTables.of(registry))
     value = fleet.router.metrics.value
 
     async def shown(wanted: tuple[float, float, float]) -> None:
@@ -221,12 +222,14 @@ async def test_routers_show_what_the_planner_wants_while_it_runs(make_fleet, red
 async def test_two_routers_keep_to_one_window_and_serve_tenants_alike(make_fleet, redis_server):
     """A tenant that asks both has no more than one that asks one of them."""
     registries = [Registry(redis_server.url, "shares") for _ in range(2)]
-    sources = [RouterDemands(registry) for registry in registries]
     window = 12
     worker = SteppedWorker("decode-0", 0.003)
     await worker.start()
     steps = asyncio.create_task(worker.run())
-    fleets = [await make_fleet({}, window_requests=window, demands=source) for source in sources]
+    fleets = [
+        await make_fleet({}, window_requests=window, tables=LaneTables.of(one))
+        for one in registries
+    ]
     for fleet in fleets:
         fleet.directory.put(record_of("decode-0", worker.address))
         await until(lambda fleet=fleet: fleet.state("decode-0") == "ready")
@@ -269,7 +272,7 @@ async def test_two_routers_keep_to_one_window_and_serve_tenants_alike(make_fleet
 
 async def test_without_redis_limits_are_local(make_fleet, redis_server):
     registry = Registry("redis://127.0.0.1:1", "shares")
-    fleet = await make_fleet({"decode-0": None}, demands=RouterDemands(registry))
+    fleet = await make_fleet({"decode-0": None}, tables=LaneTables.of(registry))
     assert (await fleet.chat()).status_code == 200
     gateway = fleet.lane.gateway
     assert gateway.shares.routers == 1

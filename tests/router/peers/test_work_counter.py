@@ -11,6 +11,7 @@ from baton.registry.router_demands import RouterDemand, RouterDemands
 from baton.registry.types import PromptSum, WorkDemand
 from baton.types.geometry import context_tokens
 from router.routing.peers.work_counter import WorkCounter
+from router.sources import LaneTables
 
 NOTHING = PromptSum()
 
@@ -88,8 +89,7 @@ def test_when_all_have_ended_nothing_waits_or_runs(sequence):
 @pytest.mark.timeout(60)
 async def test_a_router_reports_the_work_of_its_clients(make_fleet, redis_server):
     registry = Registry(redis_server.url, "work")
-    source = RouterDemands(registry)
-    fleet = await make_fleet({"decode-0": None}, demands=source)
+    fleet = await make_fleet({"decode-0": None}, tables=LaneTables.of(registry))
     answer = await fleet.chat(max_tokens=8)
     usage = answer.json()["usage"]
     other = Registry(redis_server.url, "work")

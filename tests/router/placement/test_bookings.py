@@ -15,7 +15,7 @@ SECOND = 10**9
 
 def placer_of_64_places() -> SimpleNamespace:
     settings = SimpleNamespace(window_requests=64)
-    return SimpleNamespace(_book=LoadBook(), _settings=settings, answer_tokens=160.0)
+    return SimpleNamespace(book=LoadBook(), _settings=settings, answer_tokens=160.0)
 
 
 def booked_after(
@@ -32,8 +32,8 @@ def booked_after(
     chosen = chosen._replace(links=links, terms=chosen.terms._replace(pull_s=3.0 * bool(links)))
     placer = placer_of_64_places()
     Placer._book_load(placer, request(prompt=range(3000)), chosen, 0)
-    placer._book.reported("p", round(seconds * SECOND))
-    return placer._book.unreported("p").tokens
+    placer.book.reported("p", round(seconds * SECOND))
+    return placer.book.unreported("p").tokens
 
 
 @pytest.mark.parametrize(("seconds", "tokens"), [(0.2, 3000), (0.3, 0)])
@@ -71,5 +71,5 @@ def test_the_decode_worker_is_booked_the_tokens_of_all_choices() -> None:
     placer = placer_of_64_places()
     asked = request(prompt=range(3000), n=2)
     Placer._book_load(placer, asked, chosen, 0)
-    assert placer._book.unreported("p").stream_tokens == 0
-    assert placer._book.unreported("d")[2:] == (2, 6000)
+    assert placer.book.unreported("p").stream_tokens == 0
+    assert placer.book.unreported("d")[2:] == (2, 6000)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from baton.registry.types import EventBatch
-from router.routing.placement.booked_load import LoadBook, Unreported
+from router.routing.placement.booked_load import Booking, LoadBook, Unreported
 from router.routing.placement.cost import (
     EDGE_OVERHEAD_S,
     PRIOR_ADAPTER_LOAD_S,
@@ -26,7 +26,7 @@ from router.routing.placement.cost import (
 )
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.prefix_sources import PULL_OVERHEAD_S, Source
-from router.routing.placement.worker_load import load_of, loads_of
+from router.routing.placement.worker_load import LoadReader, loads_of
 
 TRACE = Path(__file__).with_name("conversation_sample.jsonl")
 
@@ -228,7 +228,7 @@ class TestLoadBook:
 
     def test_a_booking_counts_until_a_younger_report(self):
         book = LoadBook()
-        book.book("w", "r", tokens=100, streams=2, now_ns=0)
+        book.book("w", "r", Booking(tokens=100, streams=2, at_ns=0))
         assert book.unreported("w") == Unreported(tokens=100, streams=2)
         book.reported("w", as_of_ns=10_000_000)  # too soon: it may not have arrived there
         assert book.unreported("w") == Unreported(tokens=100, streams=2)
@@ -237,7 +237,7 @@ class TestLoadBook:
 
     def test_the_first_token_takes_the_prompt_off_and_the_end_the_rest(self):
         book = LoadBook()
-        book.book("w", "r", tokens=100, streams=2, now_ns=0)
+        book.book("w", "r", Booking(tokens=100, streams=2, at_ns=0))
         book.computed("r")
         assert book.unreported("w") == Unreported(streams=2)
         book.release("r")
@@ -245,7 +245,7 @@ class TestLoadBook:
 
     def test_an_end_is_taken_off_until_a_report_shows_it(self):
         book = LoadBook()
-        book.book("w", "r", tokens=100, streams=2, now_ns=0)
+        book.book("w", "r", Booking(tokens=100, streams=2, at_ns=0))
         book.reported("w", as_of_ns=300_000_000)  # it shows the two streams
         book.release("r", now_ns=400_000_000)
         assert book.unreported("w") == Unreported(streams=-2)
@@ -256,14 +256,14 @@ class TestLoadBook:
 
     def test_an_end_that_no_report_has_shown_is_taken_off_once(self):
         book = LoadBook()
-        book.book("w", "r", tokens=100, streams=2, now_ns=0)
+        book.book("w", "r", Booking(tokens=100, streams=2, at_ns=0))
         book.release("r", now_ns=10_000_000)
         assert book.unreported("w") == Unreported()
         assert not list(book.booked())
 
     def test_the_tokens_of_a_stream_are_booked_as_long_as_the_stream(self):
         book = LoadBook()
-        book.book("w", "r", tokens=100, streams=2, stream_tokens=600, now_ns=0)
+        book.book("w", "r", Booking(tokens=100, streams=2, stream_tokens=600, at_ns=0))
         book.computed("r")
         assert book.unreported("w") == Unreported(streams=2, stream_tokens=600)
         book.reported("w", as_of_ns=300_000_000)
@@ -275,7 +275,7 @@ class TestLoadBook:
 
     def test_it_says_once_of_which_workers_it_has_changed(self):
         book = LoadBook()
-        book.book("w", "r", tokens=100, streams=2, now_ns=0)
+        book.book("w", "r", Booking(tokens=100, streams=2, at_ns=0))
         assert (book.changed(), book.changed()) == ({"w"}, set())
         book.release("r")
         assert book.changed() == {"w"}
@@ -283,7 +283,7 @@ class TestLoadBook:
     def test_a_worker_that_is_gone_takes_its_bookings_along(self):
         book = LoadBook()
         for name in ("p", "d"):
-            book.book(name, "r", tokens=100, context=4950, streams=1, now_ns=0)
+            book.book(name, "r", Booking(tokens=100, context=4950, streams=1, at_ns=0))
         book.forget("p")
         assert book.unreported("p") == Unreported()
         assert book.unreported("d") == Unreported(100, 4950, 1)
@@ -303,7 +303,7 @@ class TestLoadBook:
                 loads.append(worker(name, queued_tokens=booked.tokens, streams=booked.streams))
             best = choose(ranked(loads), tie_s=0.002, pick=generator.choice)
             counts[best.decode.worker_id] += 1
-            book.book(best.decode.worker_id, str(number), tokens=1000, streams=1, now_ns=0)
+            book.book(best.decode.worker_id, str(number), Booking(tokens=1000, streams=1, at_ns=0))
         assert max(counts.values()) <= 11
 
 
@@ -330,7 +330,7 @@ def test_conversations_keep_eight_nodes_within_one_and_a_half_of_the_mean():
             worker(
                 name,
                 queued_tokens=int(max(busy_until_s[i] - now_s, 0) * rate),
-                cached_blocks=prefix_index.prefix_blocks(name.encode(), blocks),
+                cached_blocks=prefix_index.prefixes(blocks).get(name.encode(), 0),
                 prefill_tokens_per_s=rate,
             )
             for i, name in enumerate(names)
@@ -375,19 +375,19 @@ def test_an_adapter_is_at_hand_where_it_was_reported_or_is_on_its_way():
     status = WorkerStatus(adapters=[bytes.fromhex(held)])
     link = SimpleNamespace(status=status, capabilities=Capabilities(), incarnation=b"d")
     slot = SimpleNamespace(worker_id="decode-0", role="decode", link=link)
-    costs = [load_of(slot, 0, book, adapter).adapter_s for adapter in ("", held, other)]
+    costs = [LoadReader(book).of(slot, 0, adapter).adapter_s for adapter in ("", held, other)]
     assert costs == [0.0, 0.0, PRIOR_ADAPTER_LOAD_S]
-    book.book("decode-0", "r", tokens=1, streams=1, now_ns=0, adapter=other)
-    assert load_of(slot, 0, book, other).adapter_s == 0.0, "a burst does not spread over all"
+    book.book("decode-0", "r", Booking(tokens=1, streams=1, at_ns=0, adapter=other))
+    assert LoadReader(book).of(slot, 0, other).adapter_s == 0.0, "a burst does not spread over all"
     book.release("r")
-    assert load_of(slot, 0, book, other).adapter_s > 0
+    assert LoadReader(book).of(slot, 0, other).adapter_s > 0
 
 
 def test_a_measured_edge_is_taken_as_it_is_reported():
     status = WorkerStatus(edges=[EdgeRate(prefill_worker_id="prefill-0", bytes_per_s=1e9)])
     link = SimpleNamespace(status=status, capabilities=Capabilities(), incarnation=b"d")
     slot = SimpleNamespace(worker_id="decode-0", role="decode", link=link)
-    assert load_of(slot, 0, LoadBook()).edges_bytes_per_s == {"prefill-0": 1e9}
+    assert LoadReader(LoadBook()).of(slot, 0).edges_bytes_per_s == {"prefill-0": 1e9}
 
 
 def test_who_has_not_measured_is_expected_to_be_like_its_peers():
@@ -454,7 +454,7 @@ def test_contexts_of_streams_are_reported_and_what_was_booked_since():
         return load.answering_context, load.coming_context
 
     assert contexts() == (30_000, 20_000)
-    book.book("d", "new", tokens=0, streams=1, stream_tokens=7000, now_ns=0)
+    book.book("d", "new", Booking(tokens=0, streams=1, stream_tokens=7000, at_ns=0))
     assert contexts() == (30_000, 27_000)
     book.reported("d", as_of_ns=300_000_000)
     book.release("new", now_ns=400_000_000)

@@ -8,11 +8,10 @@ import pytest
 from baton.types.params import SamplingParams
 from benchmarks.placement import fleet
 from router.request import GenerationRequest
-from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.workers.slot import WorkerSlot
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 
 class Table(list[WorkerSlot]):
@@ -32,12 +31,11 @@ class Table(list[WorkerSlot]):
 def modes(external: str, goes_on: bool = False, **params: Any) -> set[str]:
     """Return the modes that the placer compares for a request."""
     workers = Table(fleet(2, 2, random.Random(1)))
-    settings = RouterSettings(model="m", model_names=("m",), external=external)
+    settings = LaneSettings(model="m", model_names=("m",), external=external)
     placer = Placer(
         settings,
         workers,
         PrefixIndex(),
-        LoadBook(),
         clock_ns=lambda: 0,
         hashes_of=lambda *_: [],
     )

@@ -11,11 +11,10 @@ from baton.types.block_hashes import block_hashes
 from baton.types.params import SamplingParams
 from benchmarks.placement import fleet
 from router.request import GenerationRequest
-from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.native.library import load
 from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_index import PrefixIndex
-from router.settings import RouterSettings
+from router.settings import LaneSettings
 
 CLIENTS, ANSWER, PROMPT = 200, 64, tuple(range(2048))
 REPORT_NS, SECOND_NS = 250_000_000, 1_000_000_000
@@ -32,13 +31,12 @@ class Closed:
         draw = random.Random(1)
         self.slots = fleet(0, workers + 1, draw)
         self.late = self.slots.pop()
-        self.index, self.book, self.now_ns = PrefixIndex(), LoadBook(), 0
-        settings = RouterSettings(model="m", model_names=("m",))
+        self.index, self.now_ns = PrefixIndex(), 0
+        settings = LaneSettings(model="m", model_names=("m",))
         self.placer = Placer(
             settings,
             self,
             self.index,
-            self.book,
             clock_ns=lambda: self.now_ns,
             random_source=draw,
             hashes_of=lambda *_: HASHES,
@@ -78,7 +76,7 @@ class Closed:
             waits_ns = max(self._free_ns[slot.worker_id] - self.now_ns, 0)
             status.queued_prompt_tokens = int(waits_ns / 1e9 * 3000)
             slot.link.status = status
-            self.book.reported(slot.worker_id, self.now_ns)
+            self.placer.book.reported(slot.worker_id, self.now_ns)
 
     def ask(self) -> None:
         self._asked += 1
@@ -112,11 +110,11 @@ class Closed:
                 next_report_ns += REPORT_NS
             self.now_ns = at_ns
             if what == "read":
-                self.book.computed(f"r{number}")
+                self.placer.book.computed(f"r{number}")
                 self._store(worker_id)
             else:
                 self.streams[worker_id] -= 1
-                self.book.release(f"r{number}", self.now_ns)
+                self.placer.book.release(f"r{number}", self.now_ns)
                 self.ask()
 
     def _store(self, worker_id: str) -> None:

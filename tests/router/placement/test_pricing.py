@@ -11,7 +11,7 @@ from batonpb.common_pb2 import EdgeRate
 from baton.registry.types import TIERS, EventBatch, tier_incarnation
 from benchmarks.placement import fleet
 from router.routing.placement import cost, pricing
-from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.booked_load import Booking, LoadBook
 from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import candidates
 from router.routing.placement.native.library import load
@@ -65,7 +65,7 @@ def drawn(seed: int):
         if draw.random() < 0.5:
             tokens, streams = draw.randrange(500), draw.randrange(3)
             figures = {"tokens": tokens, "streams": streams, "stream_tokens": 900 * streams}
-            book.book(slot.worker_id, slot.worker_id, **figures, now_ns=0)
+            book.book(slot.worker_id, slot.worker_id, Booking(**figures, at_ns=0))
             if draw.random() < 0.3:  # reported, and then it ends
                 book.reported(slot.worker_id, 10**9)
                 book.release(slot.worker_id, 2 * 10**9)
@@ -189,7 +189,7 @@ def test_bookings_that_change_are_priced_and_those_that_go_leave_nothing():
     kept.update(Slots(slots), 0)
     names, draw = [slot.worker_id for slot in slots], random.Random(3)
     for number in range(40):
-        book.book(draw.choice(names), f"r{number}", tokens=number, streams=2, now_ns=number)
+        book.book(draw.choice(names), f"r{number}", Booking(tokens=number, streams=2, at_ns=number))
         if number % 3 == 0:
             book.reported(draw.choice(names), 10**9)
         book.release(f"r{draw.randrange(number + 1)}", 10**9 + number)

@@ -3,15 +3,12 @@
 import asyncio
 import contextlib
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 from batonpb.common_pb2 import Capabilities
 
-from baton.config.fleet_file import DEFAULT_MODEL
-from baton.registry.event_feed import EventFeed
 from baton.registry.kv_events import KvEventPublisher
 from baton.registry.redis_store import Registry
 from baton.registry.workers import Presence, RegistryWatcher
@@ -19,9 +16,10 @@ from baton.types.block_hashes import block_hashes
 from fleet.local.redis_server import EmbeddedRedis
 from router.frontend.api.bodies.completion import CompletionBody
 from router.frontend.api.bodies.parse import parse
-from router.frontend.api.prepare import Preparer, read_headers
+from router.frontend.api.caller import read_headers
+from router.frontend.api.prepare import Preparer
 from router.process import Process
-from router.settings import RouterSettings
+from router.sources import LaneTables
 from tests.router.conftest import MODEL, process_of, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script
 
@@ -55,12 +53,11 @@ async def announced(registry: Registry, worker: EmulatedWorker):
 async def place(router: Process, count: int) -> list[str]:
     """Send the prompt ``count`` times, through everything but HTTP; where it went."""
     body = parse(CompletionBody, msgspec.json.encode({"model": MODEL, "prompt": PROMPT}))
-    preparer = Preparer(router.lanes.first.model, router.settings)
+    lane = router.lanes.first
+    preparer = Preparer(lane.model, lane.settings, lane.core)
     went = []
     for _ in range(count):
-        [request] = preparer.completions(
-            body, read_headers({}, router.settings), time.monotonic_ns()
-        )
+        [request] = preparer.completions(body, read_headers({}, router), time.monotonic_ns())
         wakeup = asyncio.Event()
         active = router.lanes.first.gateway.submit(request, wakeup)
         while not active.record.ended:
@@ -72,14 +69,13 @@ async def place(router: Process, count: int) -> list[str]:
 
 
 async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server, model, tmp_path):
-    settings = RouterSettings(model=DEFAULT_MODEL, model_names=model.names)
     async with contextlib.AsyncExitStack() as stack:
         registry = Registry(redis_server.url, "test")
         stack.push_async_callback(registry.close)
         routers = []
         for index in range(2):
             directory = RegistryWatcher(registry, tmp_path / f"{index}.json")
-            router = process_of(replace(settings), model, directory, events=EventFeed(registry))
+            router = process_of(model, directory, LaneTables.of(registry))
             await stack.enter_async_context(router.running())
             routers.append(router)
         workers, publishers = [], []
@@ -100,7 +96,7 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
             held = workers[2].incarnation
             await until(
                 lambda r=router, h=held: (
-                    r.lanes.first.prefix_index.prefix_blocks(h, hashes) == len(hashes)
+                    r.lanes.first.prefix_index.prefixes(hashes).get(h, 0) == len(hashes)
                 )
             )
             assert await place(router, 5) == ["decode-2"] * 5
@@ -108,8 +104,8 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
         # A router that thought the worker dead learns again what it holds.
         parts = routers[0].lanes.first
         parts.gateway.workers.link("decode-2").die("a mistake")
-        assert parts.prefix_index.prefix_blocks(held, hashes) == 0
-        await until(lambda: parts.prefix_index.prefix_blocks(held, hashes) == len(hashes))
+        assert parts.prefix_index.prefixes(hashes).get(held, 0) == 0
+        await until(lambda: parts.prefix_index.prefixes(hashes).get(held, 0) == len(hashes))
         await until(lambda: len(parts.gateway.workers.usable) == 3)
 
         redis_server.kill()

@@ -11,11 +11,12 @@ from baton.types.params import SamplingParams
 from benchmarks.placement import fleet
 from router.request import GenerationRequest
 from router.routing.placement import cost
-from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.block_table import HASH_BYTES
+from router.routing.placement.booked_load import Booking, LoadBook
 from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import candidates
 from router.routing.placement.prefix_index import PrefixIndex
-from router.routing.placement.shortlist import Shortlist
+from router.routing.placement.shortlist import PromptToPlace, Shortlist
 from router.routing.placement.worker_load import ParsedReport, Reports, loads_of
 
 KEEP = cost.PAIRED_OF_A_ROLE
@@ -38,9 +39,8 @@ def shortlist(seed: int = 0) -> Shortlist:
 
 def best_of(short: Shortlist, slots, held=None, book=None, asked=None, avoid=b""):
     short.update(slots, 0)
-    return short.best(
-        asked or request(), 64, held or {}, book or LoadBook(), 0, keep=KEEP, avoid=avoid
-    )
+    prompt = PromptToPlace(asked or request(), bytes(64 * HASH_BYTES), held or {}, (), avoid)
+    return short.best(prompt, book or LoadBook(), 0, keep=KEEP)
 
 
 def test_the_best_placement_is_hardly_ever_missed(monkeypatch):
@@ -53,7 +53,9 @@ def test_the_best_placement_is_hardly_ever_missed(monkeypatch):
         for slot in draw.sample(slots, 12):
             stored = tuple(hashes[: draw.randrange(1, 65)])
             index.apply(EventBatch(incarnation=slot.incarnation, sequence=1, stored=stored))
-            book.book(slot.worker_id, f"{seed}", tokens=draw.randrange(500), streams=1, now_ns=0)
+            book.book(
+                slot.worker_id, f"{seed}", Booking(tokens=draw.randrange(500), streams=1, at_ns=0)
+            )
         kept = {
             slot.worker_id
             for slot, _ in best_of(shortlist(seed), slots, index.prefixes(hashes, 0), book)
@@ -147,7 +149,9 @@ def test_a_burst_sees_what_was_just_booked():
     slots, book, short = fleet(4, 4, random.Random(7)), LoadBook(), shortlist()
     for number, slot in enumerate(slots[:4]):
         slot.link.status = slots[0].link.status
-        book.book(slot.worker_id, f"r{number}", tokens=1000 * (4 - number), streams=0, now_ns=0)
+        book.book(
+            slot.worker_id, f"r{number}", Booking(tokens=1000 * (4 - number), streams=0, at_ns=0)
+        )
     prefills = [s.worker_id for s, _ in best_of(short, slots, book=book) if s.role == "prefill"]
     assert prefills[0] == "prefill-3"
     book.computed("r0")

@@ -6,27 +6,36 @@ from time import monotonic_ns
 from batonpb import common_pb2 as common
 from batonpb import decode_pb2 as pb
 
-from baton.config.fleet_file import DEFAULT_MODEL
 from baton.telemetry.metrics import Metrics
 from baton.types.params import SamplingParams
 from baton.wire.tokens import pack_tokens
+from router.process_core import ProcessCore
 from router.request import GenerationRequest
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.requests.gateway import Gateway
 from router.routing.requests.observer import Observer
+from router.routing.requests.worker_events import WorkerEvents
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.slot import WorkerSlot
-from router.settings import RouterSettings
 from tests.router.conftest import record_of
 from tests.router.emulated_worker import EmulatedWorker
+from tests.router.settings import settings_of
 from tests.router.static_directory import StaticDirectory
+
+
+class FakeGateway(Gateway):
+    """A gateway whose links are `FakeLink`; it never starts."""
+
+    def __init__(self, *parts) -> None:
+        super().__init__(*parts)
+        self.events = WorkerEvents(self)
 
 
 class FakeLink(WorkerLink):
     """Live at once. `sent` is what the router said, `unary` what it submitted alone."""
 
-    def __init__(self, gateway: Gateway, worker_id: str) -> None:
-        super().__init__(worker_id, "fake", gateway, pb.Hello())
+    def __init__(self, gateway: FakeGateway, worker_id: str) -> None:
+        super().__init__(worker_id, "fake", gateway.events, pb.Hello(), ProcessCore())
         worker = EmulatedWorker(worker_id, worker_id.split("-")[0])
         self.status = worker._status(first=True)
         self.capabilities = self.status.capabilities
@@ -65,10 +74,10 @@ class FakeLink(WorkerLink):
         self._listener.on_live(self, same_life=True)
 
 
-def fake_gateway(model, **settings) -> Gateway:
-    base = RouterSettings(model=DEFAULT_MODEL, model_names=("m",), **settings)
+def fake_gateway(model, **settings) -> FakeGateway:
+    core, lane = settings_of(**settings)
     observer = Observer(Metrics("router", model="m"))
-    return Gateway(base, model.tokenizer, StaticDirectory(), PrefixIndex(), observer)
+    return FakeGateway(core, lane, model.tokenizer, StaticDirectory(), PrefixIndex(), observer)
 
 
 def request(request_id="r", *, n=1, max_tokens=8, prompt=(1, 2, 3), seed=1, **more):

@@ -198,7 +198,7 @@ class TestAnAnswerGoesOn:
         stop = model.tokenizer.decode([answer_token(1, 0, i) for i in range(20, 50)])
 
         async def then():
-            record = next(iter(fleet.lane.gateway._active.values())).record
+            record = next(iter(fleet.lane.gateway.active.values())).record
             await until(lambda: record.choices[0].next_index >= 25)  # held: nothing is sent now
             await fleet.add("decode-1", Script(step_s=0.001))
             await kill(fleet, process)
@@ -268,7 +268,7 @@ class TestAnAnswerGoesOn:
             await until(lambda: fleet.state("decode-2") == "draining")
             await kill(fleet, first)
             gateway = fleet.lane.gateway
-            active = next(iter(gateway._active.values()))
+            active = next(iter(gateway.active.values()))
             await until(lambda: active.record.attempt == 2 and not active.record._pauses)
             fleet.workers["decode-2"].state = "ready"
             await until(lambda: fleet.state("decode-2") == "ready")
@@ -516,7 +516,7 @@ class TestFaultsOfOurOwn:
     async def test_a_placement_that_fails_frees_its_place(self, make_fleet, monkeypatch, slo):
         fleet = await make_fleet({"decode-0": None}, window_requests=1, slo=slo)
         gateway = fleet.lane.gateway
-        quote = gateway._placer.quote
+        quote = gateway.placer.quote
         faults = [OverflowError("too large")] * (1 if slo is None else 2)  # the gate asks, too
 
         def broken(active, avoid=b""):
@@ -524,7 +524,7 @@ class TestFaultsOfOurOwn:
                 raise faults.pop()
             return quote(active, avoid)
 
-        monkeypatch.setattr(gateway._placer, "quote", broken)
+        monkeypatch.setattr(gateway.placer, "quote", broken)
         response = await fleet.chat()
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "internal_error"

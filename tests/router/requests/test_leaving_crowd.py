@@ -72,10 +72,10 @@ async def test_nothing_stays_of_clients_that_leave(make_fleet, seed):
     port = int(fleet.url.rpartition(":")[2])
     await asyncio.gather(trouble(), *(call_and_leave(port, chance) for _ in range(300)))
     gateway = fleet.lane.gateway
-    await until(lambda: not gateway._active, 30)  # a worker has 10 s to confirm an end
+    await until(lambda: not gateway.active, 30)  # a worker has 10 s to confirm an end
     assert (gateway.admission.running, gateway.admission.waiting) == (0, 0)
     assert not gateway.admission._running_of and not gateway.admission._levels
-    assert not gateway._book._workers_of
+    assert not gateway.book._workers_of
     kept = list(gateway.kept.newest_first())
     assert len(kept) > 50
     for active in kept:

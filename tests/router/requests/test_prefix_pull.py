@@ -32,7 +32,7 @@ def fleet(model):
 
 
 def tell(gateway, link, tokens):
-    seed = gateway._placer.hash_seed(request(), link.capabilities)
+    seed = gateway.placer.hash_seed(request(), link.capabilities)
     gateway.prefix_index.apply(
         EventBatch(
             incarnation=link.incarnation, sequence=1, stored=tuple(block_hashes(seed, tokens))
@@ -71,7 +71,7 @@ async def test_nobody_is_named_who_cannot_give(fleet, model, why):
     elif why == "forgotten":
         gateway.prefix_index.forget(holder.incarnation)
     else:
-        gateway._placer._settings = replace(gateway._placer._settings, pull_prefixes=False)
+        gateway.placer._settings = replace(gateway.placer._settings, pull_prefixes=False)
     assert not (submission(gateway, idle, **fields)).HasField("prefix")
 
 
@@ -155,7 +155,7 @@ async def test_a_dead_source_is_no_link(unlike, gone):
 async def test_blocks_that_a_source_will_have_soon_are_not_pulled(unlike):
     gateway, _, far, idle = unlike
     gateway.prefix_index.forget(far.incarnation)
-    seed = gateway._placer.hash_seed(request(), far.capabilities)
+    seed = gateway.placer.hash_seed(request(), far.capabilities)
     hashes = b"".join(block_hashes(seed, PROMPT))
     gateway.prefix_index.expect(far.incarnation, hashes, monotonic_ns())
     sent = submission(gateway, idle)

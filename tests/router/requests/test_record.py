@@ -16,6 +16,7 @@ from baton.wire.tokens import pack_tokens, unpack_tokens
 from router.request import GenerationRequest, Shown
 from router.routing.requests.record import RequestRecord
 from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
+from tests.soak import examples
 
 
 def request(n: int = 1, stops=(), mode="auto", **sampling) -> GenerationRequest:
@@ -56,7 +57,7 @@ def shown(record: RequestRecord, choice: int = 0) -> str:
 IDS = list(range(1000, 1030))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     ids=st.lists(st.integers(0, 49_000), min_size=3, max_size=30),  # halves of characters, too
     sizes=st.lists(st.sampled_from((1, 1, 1, 2, 3)), min_size=30, max_size=30),
@@ -133,7 +134,7 @@ def test_only_answers_of_text_alone_have_a_short_way(model, asked):
     assert record.take_texts() == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     cuts=st.lists(st.integers(1, 5), min_size=30, max_size=30),
     repeats=st.lists(st.integers(0, 6), min_size=30, max_size=30),

@@ -307,7 +307,7 @@ class StreamMachine(RuleBasedStateMachine):
             submission = link.unary.pop(number % len(link.unary))
             if arrives:
                 self.workers[at[1]].submit(at[0], submission)
-            self.gateways[at[0]].on_submit_failed(link, submission, "lost")
+            self.gateways[at[0]].events.on_submit_failed(link, submission, "lost")
 
     @rule(number=which, written=st.integers(0, 4))
     @in_loop
@@ -364,7 +364,7 @@ class StreamMachine(RuleBasedStateMachine):
         self.workers[at[1]].connected(at[0])
         same_life = link._broken_ns != 0
         link.live, link._broken_ns = True, 0
-        self.gateways[at[0]].on_live(link, same_life=same_life)
+        self.gateways[at[0]].events.on_live(link, same_life=same_life)
 
     @rule(number=which)
     @in_loop
@@ -408,7 +408,7 @@ class StreamMachine(RuleBasedStateMachine):
 
     def _wanted(self, held: Held) -> bool:
         submission = held.submission
-        active = self.gateways[held.router]._active.get(submission.request_id)
+        active = self.gateways[held.router].active.get(submission.request_id)
         if active is None or active.record.ended:
             return False
         return active.record.attempt == submission.attempt
@@ -422,7 +422,7 @@ class StreamMachine(RuleBasedStateMachine):
                 assert not worker.running(), "an orphan that nobody ends"
             for gateway in self.gateways:
                 assert gateway.admission.running == 0
-                assert all(a.record.ended for a in gateway._active.values())
+                assert all(a.record.ended for a in gateway.active.values())
 
         self.loop.run_until_complete(finish())
         self.loop.close()

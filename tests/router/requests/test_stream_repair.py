@@ -144,7 +144,7 @@ async def test_what_was_cancelled_is_remembered_within_bounds(one, monkeypatch):
     monkeypatch.setattr(stream_repair, "_KEPT_CANCELS", 4)
     for number in range(9):
         one.link.say(tokens=[run(0, [7], request_id=f"who-{number}")])
-    assert len(one.gateway._stream_repair._cancelled) == 4
+    assert len(one.gateway.events._stream_repair._cancelled) == 4
 
 
 async def test_a_cancel_that_a_broken_stream_may_have_lost_is_said_again(one):
@@ -243,7 +243,7 @@ async def test_a_prompt_waits_for_a_worker_that_changes_its_role(handed_off):
 def booked(fleet) -> dict[str, int]:
     return {
         name: len(worker.live)
-        for name, worker in fleet.gateway._book._workers.items()
+        for name, worker in fleet.gateway.book._workers.items()
         if name.startswith("prefill") and worker.live
     }
 

@@ -80,7 +80,7 @@ async def test_two_routers_stay_fair_while_clocks_step(clock, redis):
         counter.away = redis == "away" or (redis != "there" and round_number % 20 > 9)
         for router, feed in zip(routers, feeds, strict=True):
             router.seen(reported)
-            await feed.take(counter)
+            await feed.take()
         for _ in range(pick.randrange(20)):
             busy = pick.random() < 0.9  # one router has nine times the load of the other
             came.append((round_number, routers[0 if busy else 1].draw()))

@@ -23,6 +23,7 @@ from baton.tenants.key_record import (
 from baton.tenants.shared_keys import Change, KeysSummary
 from router.tenants.key_exchange import KeyChangeError, KeyExchange, UnknownKeyError
 from router.tenants.key_table import DAY_MS, KeyTable
+from tests.soak import examples
 
 HOUR_MS = 3600 * 1000
 TEAM = {"tenant": "team"}
@@ -261,7 +262,7 @@ class Routers(RuleBasedStateMachine):
 
 
 TestRouters = Routers.TestCase
-TestRouters.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRouters.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 ENDS = st.sampled_from((0, 5, 7, 9))

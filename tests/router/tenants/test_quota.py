@@ -12,6 +12,7 @@ from baton.tenants.bank import SILENT_MS
 from baton.tenants.limits import Budget, Limits
 from router.tenants.quota import EXCHANGE_NS, Never, Quotas, Taken, Wait
 from tests.router.tenants.quota_world import MS, START_MS, TENANT, World
+from tests.soak import examples
 from tests.tenants.bank import Bank
 
 
@@ -462,7 +463,7 @@ class Routers(RuleBasedStateMachine):
 
 
 TestRouters = Routers.TestCase
-TestRouters.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestRouters.settings = settings(max_examples=examples(150), stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize("count", [1, 3])

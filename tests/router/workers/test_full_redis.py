@@ -6,11 +6,9 @@ import msgspec
 import pytest
 import redis
 
-from baton.config.fleet_file import DEFAULT_MODEL
 from baton.registry.redis_store import Registry
 from baton.registry.workers import Presence, RegistryWatcher
 from fleet.local.redis_server import EmbeddedRedis
-from router.settings import RouterSettings
 from tests.router.conftest import process_of, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script
 from tests.router.placement.test_registry_and_index import place
@@ -37,8 +35,7 @@ async def test_requests_work_after_the_records_expired_in_a_full_redis(model, mo
         presence.start()
         stack.push_async_callback(presence.stop)
         watcher = RegistryWatcher(registry)
-        settings = RouterSettings(model=DEFAULT_MODEL, model_names=model.names)
-        router = process_of(settings, model, watcher)
+        router = process_of(model, watcher)
         await stack.enter_async_context(router.running())
         workers = router.lanes.first.gateway.workers
         await until(lambda: len(workers.usable) == 1)

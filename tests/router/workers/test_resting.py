@@ -8,13 +8,11 @@ import time
 
 import pytest
 
-from baton.config.fleet_file import DEFAULT_MODEL
-from baton.registry.event_feed import EventFeed
 from baton.registry.redis_store import Registry
 from baton.registry.workers import RegistryWatcher
 from baton.wire.fleet_token import FleetToken
 from router.process import Process
-from router.settings import RouterSettings
+from router.sources import LaneTables
 from tests.registry.conftest import redis_server
 from tests.router.conftest import process_of, until
 from tests.router.placement.test_registry_and_index import place
@@ -62,10 +60,9 @@ async def fleet(redis_server, model):
         workers = dict(zip(names, await asyncio.gather(*started), strict=True))
         for worker in workers.values():
             stack.push_async_callback(worker.stop)
-        settings = RouterSettings(
-            model=DEFAULT_MODEL, model_names=model.names, fleet_token=FleetToken(TOKEN)
-        )
-        router = process_of(settings, model, RegistryWatcher(registry), events=EventFeed(registry))
+        tables = LaneTables.of(registry)
+        token = FleetToken(TOKEN)
+        router = process_of(model, RegistryWatcher(registry), tables, fleet_token=token)
         await stack.enter_async_context(router.running())
         made = Fleet(router, workers)
         await until(lambda: len(made.links()) == 2 and all(link.resting for link in made.links()))

@@ -3,25 +3,22 @@
 import asyncio
 import contextlib
 import gc
-from dataclasses import replace
 
 import msgspec
 import pytest
 from batonpb.decode_pb2 import Hello
 
-from baton.config.fleet_file import DEFAULT_MODEL
 from baton.registry.types import WorkerRecord
 from baton.wire.compatibility import own_wire
+from router.process_core import ProcessCore
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.table import WorkerTable
-from router.settings import RouterSettings
 from tests.router.conftest import record_of, until
 from tests.router.emulated_worker import EmulatedWorker
+from tests.router.settings import settings_of
 from tests.router.static_directory import StaticDirectory
 
-SETTINGS = RouterSettings(
-    model=DEFAULT_MODEL, model_names=("m",), silence_s=0.5, reopen_s=0.2, dead_shown_s=0.5
-)
+SETTINGS = {"silence_s": 0.5, "reopen_s": 0.2, "dead_shown_s": 0.5}
 
 
 class Listener:
@@ -53,9 +50,9 @@ async def running(directory, failures: list[str] | None = None, **settings):
     listener = Listener()
     hello = Hello(router_id="r", router_incarnation=b"r" * 16, wire=own_wire())
     count = failures.append if failures is not None else lambda _: None
-    table = WorkerTable(directory, replace(SETTINGS, **settings), hello, listener, count)
+    table = WorkerTable(directory, *settings_of(**SETTINGS | settings), hello, count)
     listener.table = table
-    table.start()
+    table.start(listener)
     try:
         yield table, listener
     finally:
@@ -101,7 +98,7 @@ async def test_a_worker_off_the_list_that_does_not_answer_is_dead_at_once(worker
 async def test_a_link_that_is_closed_as_it_opens_leaves_nothing_half_begun(worker, turns):
     """A loop of the stream that never ran a line was once a warning in whatever came next."""
     hello = Hello(router_id="r", router_incarnation=b"r" * 16, wire=own_wire())
-    link = WorkerLink("decode-0", worker.address, Listener(), hello)
+    link = WorkerLink("decode-0", worker.address, Listener(), hello, ProcessCore())
     link.start()
     for _ in range(turns):
         await asyncio.sleep(0)

@@ -19,6 +19,7 @@ import router.routing.workers.link
 from baton.wire.compatibility import WIRE_MAX, WIRE_MIN, own_wire
 from baton.wire.router_frames import scatter
 from decode_worker.service import DecodeService
+from router.process_core import ProcessCore
 from router.routing.workers.link import WorkerLink
 
 LEASE_MS = 5000
@@ -182,7 +183,7 @@ class Fleet:
         self._number = 0
         wire = common.WireRange(min=WIRE_MIN, max=WIRE_MAX)
         hello = pb.Hello(router_id="router-0", wire=wire, may_rest=True)
-        self.link = WorkerLink("decode-0", "fake", self, hello)
+        self.link = WorkerLink("decode-0", "fake", self, hello, ProcessCore())
         self._ticking = loop.create_task(self.service.tick_forever())
         self.link.start()
 

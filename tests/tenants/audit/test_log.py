@@ -151,9 +151,9 @@ async def test_redis_that_is_away_or_emptied_loses_nothing_of_the_file(
     os.kill(redis_server.pid, signal.SIGSTOP)
     try:
         async with asyncio.timeout(0.2):
-            await controller.record("keys revoke", who="w", wait=False)
+            await controller.write_soon(audit_file.entry("keys revoke", who="w"))
         await controller.record("turn", "worker-1", who="planner")
-        await router.record("keys create", who="w", wait=False)
+        await router.write_soon(audit_file.entry("keys create", who="w"))
     finally:
         os.kill(redis_server.pid, signal.SIGCONT)
     assert "router" not in failures, "the router has the file"

@@ -19,6 +19,7 @@ from baton.tenants.usage.ledger import (
 )
 from baton.tenants.usage.shared import KEPT_DAYS, SharedUsage
 from fleet.local.redis_server import EmbeddedRedis
+from tests.soak import examples
 
 HOUR = 500_000
 TEAM = RowName(HOUR, "team", "key", "model")
@@ -198,7 +199,7 @@ def test_usage_is_counted_once_whatever_is_lost(redis_server: EmbeddedRedis) -> 
 
         @example(steps=[USE, LOST, USE, OK, ("late", 0)])
         @example(steps=[USE, OK, ("empty",), OTHER, ("send", 0, "reply"), OTHER, OK])
-        @settings(max_examples=150, deadline=None)
+        @settings(max_examples=examples(150), deadline=None)
         @given(steps=STEPS)
         def check(steps) -> None:
             world = World(registry)

@@ -29,7 +29,7 @@ class TierPlaces:
         lost: Number of hashes evicted before the next tier had them.
     """
 
-    def __init__(self, name: str, places: int, found: Iterable[tuple[bytes, int]] = ()) -> None:
+    def __init__(self, name: str, places: int, stored: Iterable[tuple[bytes, int]] = ()) -> None:
         self.name = name
         self.places = places
         self.block_ns = RunningMean(_COPY_WEIGHT)
@@ -37,7 +37,7 @@ class TierPlaces:
         self.has_next = False
         self.stored: list[bytes] = []  # since the last ``take_changes``, as is ``removed``
         self.removed: list[bytes] = []
-        self._held: OrderedDict[bytes, int] = OrderedDict(found)
+        self._held: OrderedDict[bytes, int] = OrderedDict(stored)
         self._filling: dict[bytes, int] = {}
         self._readers: dict[bytes, int] = {}
         self._forgotten: frozenset[bytes] = frozenset()

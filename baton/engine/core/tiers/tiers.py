@@ -170,11 +170,11 @@ class KvTiers:
             pool.release(here)
             return False
         bring = _Bring(key, [], len(missing), tokens, owner)
-        found = iter(here)
+        copies_here = iter(here)
         fresh = iter(pages)
         for block_hash, tier in run:
             if tier is None:
-                bring.blocks.append(next(found))
+                bring.blocks.append(next(copies_here))
                 continue
             page = next(fresh)
             bring.blocks.append(page)

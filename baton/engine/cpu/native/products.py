@@ -8,6 +8,7 @@ Each element has one order of its sums over K, so its bits do not depend on the 
 # ruff: noqa: N803, N806 - suffixes such as x_MK give shapes
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 
@@ -23,23 +24,14 @@ def native_fits(inputs: int, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and inputs % 2 == 0 and load() is not None
 
 
-class NativeWeight:
-    """A packed weight, of the size of the plain one.
+class _Bf16Product:
+    """A packed weight whose product takes and returns bf16."""
 
-    Args:
-        weight_NK: Contiguous bf16 ``[outputs, inputs]``, for which ``native_fits``.
-    """
-
-    def __init__(self, weight_NK: torch.Tensor) -> None:
-        library = _loaded()
-        self._outputs, self._inputs = weight_NK.shape
-        self._sums = () if sums() == PAIRS else (sums(),)
-        kind = "baton" if sums() == PAIRS else "baton_tile"
-        self._product = getattr(library, f"{kind}_product")
-        size = getattr(library, f"{kind}_packed_size")(self._outputs, self._inputs)
-        self._memory, self.place = memory_for(2 * size)
-        pack = getattr(library, f"{kind}_pack")
-        pack(weight_NK.data_ptr(), self._outputs, self._inputs, self.place, job_threads())
+    _inputs: int
+    _outputs: int
+    _product: Callable[..., None]
+    _sums: tuple[int, ...] = ()
+    place: int
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         """Compute ``[M, K] -> [M, N]``."""
@@ -58,6 +50,25 @@ class NativeWeight:
             *self._sums,
         )
         return y_MN
+
+
+class NativeWeight(_Bf16Product):
+    """A packed weight, of the size of the plain one.
+
+    Args:
+        weight_NK: Contiguous bf16 ``[outputs, inputs]``, for which ``native_fits``.
+    """
+
+    def __init__(self, weight_NK: torch.Tensor) -> None:
+        library = _loaded()
+        self._outputs, self._inputs = weight_NK.shape
+        self._sums = () if sums() == PAIRS else (sums(),)
+        kind = "baton" if sums() == PAIRS else "baton_tile"
+        self._product = getattr(library, f"{kind}_product")
+        size = getattr(library, f"{kind}_packed_size")(self._outputs, self._inputs)
+        self._memory, self.place = memory_for(2 * size)
+        pack = getattr(library, f"{kind}_pack")
+        pack(weight_NK.data_ptr(), self._outputs, self._inputs, self.place, job_threads())
 
 
 def int8_fits(dtype: torch.dtype) -> bool:
@@ -118,7 +129,7 @@ class NativeInt8Weight:
         return y_MN
 
 
-class NativeInt4Weight:
+class NativeInt4Weight(_Bf16Product):
     """A packed weight of 4 bits, for activations in bf16: ``level * scale + offset``.
 
     Args:
@@ -144,23 +155,6 @@ class NativeInt4Weight:
             self.place,
             job_threads(),
         )
-
-    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        """Compute ``[M, K] -> [M, N]``, bf16."""
-        x_MK, rows = _rows(x_MK)
-        y_MN = torch.empty(rows, self._outputs, dtype=torch.bfloat16)
-        self._product(
-            x_MK.data_ptr(),
-            x_MK.stride(0),
-            self.place,
-            y_MN.data_ptr(),
-            self._outputs,
-            rows,
-            self._outputs,
-            self._inputs,
-            job_threads(),
-        )
-        return y_MN
 
 
 def _loaded() -> ctypes.CDLL:

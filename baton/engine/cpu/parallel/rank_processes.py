@@ -219,7 +219,8 @@ class RankProcesses:
         theirs.close()
         their_loader.close()
         our_loader.settimeout(LOAD_TIMEOUT_S)
-        return _Rank(process, our_loader, _loader_reader(), ours, _answer_reader())
+        loaded = FrameReader(msgspec.msgpack.Decoder(list[Prepared]))
+        return _Rank(process, our_loader, loaded, ours, _answer_reader())
 
     @property
     def count(self) -> int:
@@ -341,10 +342,6 @@ class RankProcesses:
 
 def _answer_reader() -> FrameReader[Answer]:
     return FrameReader(msgspec.msgpack.Decoder(list[Answer]))
-
-
-def _loader_reader() -> FrameReader[Prepared]:
-    return FrameReader(msgspec.msgpack.Decoder(list[Prepared]))
 
 
 def _receive(sock: socket.socket) -> bytes:

@@ -176,13 +176,7 @@ def lead(config: ModelConfig, ranks: RankProcesses, *, own_pools: bool = False) 
     """Return the leader's shard, with its group connected."""
     splits_of(config, ranks.count)  # raises before any rank waits
     ranks.wait_until(Started)  # the group would wait for a rank that dies before it joins
-    group = Group(
-        LEADER,
-        ranks.count,
-        ranks.store,
-        torch.device("cpu"),
-        ranks.failure,
-    )
+    group = Group(LEADER, ranks.count, ranks.store, torch.device("cpu"), ranks.failure)
     return Shard(config, LEADER, group, ranks, own_pools=own_pools)
 
 
@@ -266,8 +260,6 @@ class Shard:
         vocab = self.split.vocab
         return rows_VE[vocab.start : vocab.stop] if self.is_leader else rows_VE
 
-    # --- orders, from the leader ---------------------------------------------------------------
-
     def load(self) -> None:
         """Order the ranks to read their weights."""
         if self._others is not None:
@@ -330,8 +322,6 @@ class Shard:
         """Order the ranks to drop an adapter."""
         if self._others is not None:
             self._others.send(Drop(digest))
-
-    # --- tensors -------------------------------------------------------------------------------
 
     def embedding(self, tokens_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
         """Return ``[T, E]`` from the leader's table."""

@@ -131,10 +131,10 @@ class CudaCopies:
         Raises:
             NotImplementedError: They have another shape than this class copies.
         """
-        found = {one.get_name() for one in get_current_attn_backends(vllm_config, list(caches))}
-        if found != {_FLASH}:
+        backends = {one.get_name() for one in get_current_attn_backends(vllm_config, list(caches))}
+        if backends != {_FLASH}:
             raise NotImplementedError(
-                f"hand_off: baton copies KV of {_FLASH} on GPUs, not {', '.join(sorted(found))}"
+                f"hand_off: baton copies KV of {_FLASH} on GPUs, not {', '.join(sorted(backends))}"
             )
         kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
         if kinds != ["FullAttentionSpec"]:  # a running request may lose blocks of others

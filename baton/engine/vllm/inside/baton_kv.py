@@ -117,8 +117,6 @@ class BatonConnector(KVConnectorBase_V1):
         self._loader = ThreadPoolExecutor(1, "baton-load")
         self._reports_path = ""
 
-    # ---------------------------------------------------------------- scheduler
-
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -194,8 +192,6 @@ class BatonConnector(KVConnectorBase_V1):
         if saved and unfinished is None:
             parameters["saved_tokens"] = request.num_prompt_tokens
         return in_background, parameters or None
-
-    # ---------------------------------------------------------------- worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Map the pool, and write the order of the bytes in a block into the worker's folder.

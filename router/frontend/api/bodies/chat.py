@@ -9,6 +9,7 @@ from router.frontend.api.bodies.fields import MAX_TOOLS, Refused
 from router.frontend.api.bodies.functions import translated
 from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.messages import Messages
+from router.frontend.api.bodies.opening import opening_of_turns
 from router.frontend.api.bodies.tools import FunctionNamed, FunctionOffered, ToolChoice, Tools
 
 _Budget = Annotated[int, Field(ge=0, lt=INT32)]
@@ -66,6 +67,10 @@ class ChatBody(GenerationBody):
     @classmethod
     def _translate_functions(cls, data: Any) -> Any:
         return translated(data) if isinstance(data, dict) else data
+
+    def opening(self) -> str:
+        """Return the opening of the conversation."""
+        return self.user or opening_of_turns(self.messages)
 
     @property
     def custom_tools(self) -> frozenset[str]:

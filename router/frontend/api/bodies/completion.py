@@ -7,6 +7,7 @@ from pydantic import Field
 from router.frontend.api.bodies.common import INT32, Prompts, each
 from router.frontend.api.bodies.fields import Refused
 from router.frontend.api.bodies.generation import GenerationBody
+from router.frontend.api.bodies.opening import opening_text
 
 MAX_PROMPTS = 64
 
@@ -34,6 +35,10 @@ class CompletionBody(GenerationBody):
         """Number of alternatives for each prompt token; None: no prompt logprobs."""
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((number for number in asked if number is not None), default=None)
+
+    def opening(self) -> str:
+        """Return the opening of the conversation."""
+        return self.user or opening_text(self.prompt)
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, each as text or as token ids."""

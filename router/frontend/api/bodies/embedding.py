@@ -6,6 +6,7 @@ from pydantic import Field
 
 from router.frontend.api.bodies.common import INT32, Prompts, Truncation, VectorsBody, each
 from router.frontend.api.bodies.fields import Refused
+from router.frontend.api.bodies.opening import opening_text
 
 MAX_INPUTS = 2048  # OpenAI's limit for embeddings
 
@@ -29,6 +30,10 @@ class EmbeddingBody(VectorsBody):
         "embed_dtype": Refused((None, "float32"), "vectors are float32"),
         "add_special_tokens": Refused((None, True), "send token ids"),
     }
+
+    def opening(self) -> str:
+        """Return the opening of the conversation."""
+        return self.user or opening_text(self.input)
 
     def inputs(self) -> list[str | list[int]]:
         """Return the inputs, each as text or as token ids."""

@@ -37,8 +37,9 @@ class Refused:
         # 1.0 is accepted for 1, but `1 == True` must not be.
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return value is None or any(
-            value == one and (type(value) is type(one) or (number and not isinstance(one, bool)))
-            for one in self.harmless
+            value == harmless
+            and (type(value) is type(harmless) or (number and not isinstance(harmless, bool)))
+            for harmless in self.harmless
         )
 
 

@@ -11,21 +11,21 @@ def translated(data: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidRequestError: The body has both, or a result refers to no earlier call.
     """
-    found = dict(data)
+    body = dict(data)
     if data.get("functions") and isinstance(data["functions"], list):
         if data.get("tools"):
             raise InvalidRequestError.at("functions", "cannot be combined with tools; use tools")
-        found["tools"] = [{"type": "function", "function": f} for f in data["functions"]]
-        found["parallel_tool_calls"] = False
+        body["tools"] = [{"type": "function", "function": f} for f in data["functions"]]
+        body["parallel_tool_calls"] = False
         choice = data.get("function_call")
         if isinstance(choice, dict):
             choice = {"type": "function", "function": choice}
         if choice is not None:
-            found["tool_choice"] = choice
+            body["tool_choice"] = choice
     messages = data.get("messages")
     if isinstance(messages, list) and any(map(_is_old, messages)):
-        found["messages"] = _messages(messages)
-    return found
+        body["messages"] = _messages(messages)
+    return body
 
 
 def _is_old(message: Any) -> bool:
@@ -36,10 +36,10 @@ def _is_old(message: Any) -> bool:
 
 def _messages(messages: list[Any]) -> list[Any]:
     ids: dict[str, str] = {}  # id of the last call by the function's name
-    found = []
+    translated_messages = []
     for index, message in enumerate(messages):
         if not _is_old(message):
-            found.append(message)
+            translated_messages.append(message)
             continue
         fields = dict(message)
         call = fields.pop("function_call", None)
@@ -54,5 +54,5 @@ def _messages(messages: list[Any]) -> list[Any]:
             call_id = f"call_{index}"
             ids[str(call.get("name"))] = call_id
             fields["tool_calls"] = [{"id": call_id, "type": "function", "function": call}]
-        found.append(fields)
-    return found
+        translated_messages.append(fields)
+    return translated_messages

@@ -188,12 +188,12 @@ class _Sieve:
 @cache
 def _fields(kinds: _Kinds) -> dict[str, _Kinds]:
     """Return for each field the classes of the objects that it may contain."""
-    found: dict[str, _Kinds] = {}
+    classes: dict[str, _Kinds] = {}
     for kind in kinds:
         for name, field in kind.model_fields.items():
             alias = field.alias or name
-            found[alias] = (*found.get(alias, ()), *_bodies_in(field.annotation))
-    return found
+            classes[alias] = (*classes.get(alias, ()), *_bodies_in(field.annotation))
+    return classes
 
 
 @cache

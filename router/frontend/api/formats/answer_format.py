@@ -133,8 +133,8 @@ class TextEvent:
     _ENCODED = msgspec.json.encode(SAMPLE)
 
     def __init__(self, sample: bytes) -> None:
-        self._before, found, self._behind = sample.partition(self._ENCODED)
-        if not found:
+        self._before, placeholder, self._behind = sample.partition(self._ENCODED)
+        if not placeholder:
             raise ValueError("the event does not contain the sample text")
 
     def of(self, text: str) -> bytes:

@@ -1,7 +1,7 @@
 """Formats of OpenAI's chat and text completions, in one piece and as chunks."""
 
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from baton.text.tokenizer import TextTokenizer
 from router.frontend.api.formats.answer_format import usage
@@ -11,12 +11,19 @@ from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.choice import Delta, ShownLogprob
 
 
+class AnswerHead(NamedTuple):
+    """Fields with which a response and each of its chunks begin; ``created`` is in Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
 class _Format:
     """Common part of both formats.
 
     Args:
-        answer_id: ``chatcmpl-…`` or ``cmpl-…``.
-        fingerprint: Value of ``system_fingerprint``.
         include_usage: Whether chunks have a ``usage`` field.
         prompt_logprobs: Number of alternatives for each prompt token (vLLM's parameter).
         token_ids: Whether the response contains token ids (vLLM's ``return_token_ids``).
@@ -27,10 +34,7 @@ class _Format:
     def __init__(
         self,
         *,
-        answer_id: str,
-        created: int,
-        model: str,
-        fingerprint: str,
+        head: AnswerHead,
         tokenizer: TextTokenizer,
         include_usage: bool,
         prompt_logprobs: int | None = None,
@@ -38,12 +42,7 @@ class _Format:
     ) -> None:
         self._prompt_logprobs = prompt_logprobs
         self._with_token_ids = token_ids
-        self._head = {
-            "id": answer_id,
-            "created": created,
-            "model": model,
-            "system_fingerprint": fingerprint,
-        }
+        self._head = head._asdict()
         self._tokenizer = tokenizer
         self._include_usage = include_usage
 

@@ -29,14 +29,14 @@ def top_by_key(
     one. The others have their ids.
     """
     own = token_key(tokenizer, token_id)
-    found: dict[str, float] = {}
+    logprobs: dict[str, float] = {}
     for other, value in top:
         key = token_key(tokenizer, other)
-        if other != token_id and (key == own or key in found):
+        if other != token_id and (key == own or key in logprobs):
             key = f"token_id:{other}"
-        found[key] = value
-    found[own] = logprob
-    return found
+        logprobs[key] = value
+    logprobs[own] = logprob
+    return logprobs
 
 
 class PromptView:

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from router.frontend.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBody, NonEmpty
 from router.frontend.api.bodies.fields import MAX_TOOLS, Refused
+from router.frontend.api.bodies.opening import opening_of_turns
 
 _CACHED = "prefixes are cached without markers"
 _NO_TEXT = "applies only to images and documents, which are rejected"
@@ -216,6 +217,10 @@ class CountTokensBody(ModelBody):
         "response_format": Refused((), "use output_config.format"),
         "stop": Refused((), "use stop_sequences"),
     }
+
+    def opening(self) -> str:
+        """Return the opening of the conversation."""
+        return opening_of_turns(self.messages)
 
 
 class MessagesBody(CountTokensBody):

@@ -91,7 +91,7 @@ def pooled(how: EmbeddingBody) -> Write:
 
 def _unit(embeddings: Sequence[bytes]) -> NDArray[np.float64]:
     """Return the vectors scaled to length 1 (or 0), shape [count, hidden size]."""
-    rows = np.stack([np.frombuffer(one, "<f4") for one in embeddings]).astype(np.float64)
+    rows = np.stack([np.frombuffer(raw, "<f4") for raw in embeddings]).astype(np.float64)
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     unit: NDArray[np.float64] = rows / np.maximum(lengths, np.finfo(np.float32).tiny)
     return unit

@@ -15,6 +15,7 @@ from router.frontend.api.bodies.common import (
 )
 from router.frontend.api.bodies.embedding import MAX_INPUTS
 from router.frontend.api.bodies.fields import Refused
+from router.frontend.api.bodies.opening import opening_text
 
 _Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS), FIRST_FAULT]
 _Limit = Annotated[int, Field(ge=-1, lt=INT32)]
@@ -51,6 +52,10 @@ class ScoreBody(PooledBody):
     """same as text_1"""
     documents: _Texts | None = None
     """same as text_2"""
+
+    def opening(self) -> str:
+        """Return the opening of the conversation."""
+        return self.user or opening_text(self.text_1)
 
     def sides(self) -> tuple[list[str], list[str]]:
         """Return the texts of both sides."""
@@ -123,6 +128,10 @@ class RerankBody(PooledBody):
             return of_document
         return own if of_document is None else min(own, of_document)
 
+    def opening(self) -> str:
+        """Return the opening of the conversation."""
+        return self.user or opening_text(self.query)
+
     def texts(self) -> list[str]:
         """Return the documents' texts in the order of the request."""
         return [item if isinstance(item, str) else item.text for item in self.documents]
@@ -146,6 +155,10 @@ class PoolingBody(PooledBody):
         "embed_dtype": Refused((None, "float32"), "vectors are float32"),
         "add_special_tokens": Refused((None, True), "send token ids"),
     }
+
+    def opening(self) -> str:
+        """Return the opening of the conversation."""
+        return self.user or opening_text(self.input)
 
     def inputs(self) -> list[str | list[int]]:
         """Return the inputs, each as text or as token ids."""

@@ -1,11 +1,13 @@
 """Request bodies of OpenAI's Responses API."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from router.frontend.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBody, NonEmpty
 from router.frontend.api.bodies.fields import MAX_TOOLS, Refused
+from router.frontend.api.bodies.opening import opening_of_turns
 
 _NO_TEXT = "applies only to images and files, which are rejected"
 _HINT = "a hint about speed or price; all requests are served alike"
@@ -202,6 +204,16 @@ class InputTokensBody(ModelBody):
         "stop": Refused((), "use /v1/chat/completions"),
     }
 
+    def items(self) -> list[ResponsesItem]:
+        """Return the input as a list of items."""
+        if isinstance(self.input, str):
+            return [ResponsesItem(role="user", content=self.input)]
+        return list(self.input or ())
+
+    def opening_after(self, earlier: Sequence[ResponsesItem]) -> str:
+        """Return the opening of the conversation, which may begin in a stored response."""
+        return opening_of_turns([*earlier, *self.items()])
+
 
 class ResponsesBody(InputTokensBody):
     """Request body of ``POST /v1/responses``, with Baton's own fields at the end."""
@@ -266,3 +278,7 @@ class ResponsesBody(InputTokensBody):
     def keeps(self) -> bool:
         """True if the response is stored, which is OpenAI's default."""
         return self.store is not False
+
+    def opening_after(self, earlier: Sequence[ResponsesItem]) -> str:
+        """Return the opening of the conversation: ``user``, or the first message."""
+        return self.user or super().opening_after(earlier)

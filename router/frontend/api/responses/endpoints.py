@@ -11,21 +11,19 @@ from fastapi.responses import JSONResponse
 from opentelemetry.trace import Span
 
 from baton.types.errors import InvalidRequestError, PromptTooLongError
-from router.frontend.access import tenant_of
 from router.frontend.api.answer import Answer
 from router.frontend.api.bodies.common import ModelBody
+from router.frontend.api.caller import Caller
 from router.frontend.api.endpoints import Endpoints, page_of
 from router.frontend.api.generation import Arrival, Calls
-from router.frontend.api.prepare import Caller
 from router.frontend.api.responses.body import InputTokensBody, ResponsesBody, ResponsesItem
 from router.frontend.api.responses.format import ResponsesFormat
 from router.frontend.api.responses.head import head_of, kept_input
 from router.frontend.api.responses.store import EarlierResponses, ResponseStore
 from router.frontend.api.responses.tools import offered_tools
-from router.frontend.api.responses.translate import chat_of, input_items
+from router.frontend.api.responses.translate import chat_of
 from router.frontend.api.tracing import ended_on_error
 from router.frontend.api.translation import Translation, as_answer
-from router.frontend.conversation import opening_of_turns
 from router.frontend.off_loop import off_loop
 from router.process import Process
 from router.request import GenerationRequest
@@ -59,7 +57,7 @@ def routes(router: Process) -> Endpoints:
     @api.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
         """Delete a stored response."""
-        await calls.store.delete(tenant_of(request.headers, router.settings), response_id)
+        await calls.store.delete(router.access.tenant(request.headers), response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @api.post("/v1/responses/{response_id}/cancel")
@@ -70,7 +68,7 @@ def routes(router: Process) -> Endpoints:
     @api.get("/v1/responses/{response_id}/input_items")
     async def response_input_items(request: Request, response_id: str) -> dict[str, Any]:
         """List the input items of a stored response."""
-        kept = await calls.store.get(tenant_of(request.headers, router.settings), response_id)
+        kept = await calls.store.get(router.access.tenant(request.headers), response_id)
         return _page(kept.input, request.query_params)
 
     return api
@@ -81,10 +79,10 @@ class _ResponsesCalls(Calls):
         super().__init__(router)
         limits = router.settings.clients.stored_responses
         self.store = ResponseStore(
-            router.sources.responses,
+            router.sources.responses if router.sources is not None else None,
             limits.max_response_bytes,
             router.metrics,
-            router.settings.policies,
+            router.policies,
         )
         # Running responses by tenant and id.
         self._open: WeakValueDictionary[tuple[str, str], ResponsesFormat] = WeakValueDictionary()
@@ -102,7 +100,7 @@ class _ResponsesCalls(Calls):
             await off_loop(size_bytes, lambda: kept_input(answer_id, given)) if body.keeps else []
         )
 
-        policies = self._router.settings.policies
+        policies = self._router.policies
         deletion = policies.deletion_of(caller.tenant)
 
         async def keep(response: dict[str, Any]) -> str:
@@ -125,8 +123,7 @@ class _ResponsesCalls(Calls):
             return await super().conversation(body, caller)
         kept = EarlierResponses(self.store, caller.tenant, self._router.settings.max_body_bytes)
         earlier = await kept.conversation(body.previous_response_id)
-        user = getattr(body, "user", None)
-        return user or opening_of_turns([*earlier, *input_items(body)])
+        return body.opening_after(earlier)
 
     async def input_tokens(self, body: InputTokensBody, arrival: Arrival) -> Response:
         translation, _, arrival = await self._translated(body, arrival)
@@ -141,18 +138,18 @@ class _ResponsesCalls(Calls):
             raise InvalidRequestError.at(
                 "stream", "the events of a response are not stored; leave it out"
             )
-        tenant = tenant_of(request.headers, self._router.settings)
+        tenant = self._router.access.tenant(request.headers)
         running = self._running(tenant, response_id)
         if running is not None:
             return running.snapshot("in_progress")
         return (await self.store.get(tenant, response_id)).response
 
     async def cancel(self, request: Request, response_id: str) -> dict[str, Any]:
-        tenant = tenant_of(request.headers, self._router.settings)
+        tenant = self._router.access.tenant(request.headers)
         running = self._running(tenant, response_id)
-        found = self._router.lanes.find(response_id)
-        if running is not None and found is not None:
-            gateway, active = found
+        in_flight = self._router.lanes.find(response_id)
+        if running is not None and in_flight is not None:
+            gateway, active = in_flight
             gateway.cancel(active, "the response was cancelled")
             return running.snapshot("cancelled")
         kept = await self.store.get(tenant, response_id)
@@ -163,8 +160,8 @@ class _ResponsesCalls(Calls):
         )
 
     def _running(self, tenant: str, response_id: str) -> ResponsesFormat | None:
-        found = self._router.lanes.find(response_id)
-        if found is None or found[1].record.ended:
+        in_flight = self._router.lanes.find(response_id)
+        if in_flight is None or in_flight[1].record.ended:
             return None
         return self._open.get((tenant, response_id))
 
@@ -175,7 +172,7 @@ class _ResponsesCalls(Calls):
         caller = arrival.caller
         kept = EarlierResponses(self.store, caller.tenant, self._router.settings.max_body_bytes)
         earlier = await kept.conversation(body.previous_response_id)
-        given = await kept.resolve(input_items(body))
+        given = await kept.resolve(body.items())
         arrival = replace(arrival, size_bytes=arrival.size_bytes + kept.bytes_read)
         translation = await off_loop(
             arrival.size_bytes, lambda: chat_of(body, earlier, given, caller.ignored)

@@ -50,8 +50,8 @@ class ItemPlace(NamedTuple):
 
 def place_of(name: str) -> ItemPlace | None:
     """Return the location that an item's id contains; None if the id has another format."""
-    found = _ITEM_ID.fullmatch(name)
-    return None if found is None else ItemPlace(f"resp_{found[1]}", found[2] == "in", int(found[3]))
+    match = _ITEM_ID.fullmatch(name)
+    return None if match is None else ItemPlace(f"resp_{match[1]}", match[2] == "in", int(match[3]))
 
 
 class _NumberedText:

@@ -35,13 +35,6 @@ _HOSTED_ITEMS = re.compile(
 _NO_IMAGE = "[image left out: this model reads only text]"
 
 
-def input_items(body: InputTokensBody) -> list[ResponsesItem]:
-    """Return the input as a list of items."""
-    if isinstance(body.input, str):
-        return [ResponsesItem(role="user", content=body.input)]
-    return list(body.input or ())
-
-
 def chat_of(
     body: InputTokensBody,
     earlier: Sequence[ResponsesItem],

@@ -90,10 +90,10 @@ class InputReader:
 
 def _unescaped(text: str) -> str:
     try:
-        found: str = json.loads(f'"{text}"', strict=False)
+        decoded: str = json.loads(f'"{text}"', strict=False)
     except ValueError:
         return text
-    return found
+    return decoded
 
 
 @dataclass(frozen=True, slots=True)

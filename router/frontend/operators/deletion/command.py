@@ -16,6 +16,7 @@ from baton.tenants.erasures import Erasures
 from baton.tenants.shared_limits import MAX_TENANTS, LimitsTable
 from baton.types.block_hashes import tag_of
 from router.process import Process
+from router.sources import Sources
 from router.tenants.limits_table import SyncedLimits
 
 LIMIT_S = 20.0
@@ -28,7 +29,7 @@ _ERRORS = {
 
 
 async def delete_tenant(
-    router: Process, synced: SyncedLimits, erasures: Erasures, tenant: str
+    router: Process, sources: Sources, synced: SyncedLimits, tenant: str
 ) -> dict[str, Any]:
     """Delete a tenant's limits, data and KV, and return the receipt.
 
@@ -47,17 +48,17 @@ async def delete_tenant(
 
     await synced.change(edit)
     deletion, had_limits = made[-1]
-    source = router.settings.tenants_file
-    in_file = source is not None and source.is_used and tenant in router.settings.policies.all
+    source = router.policies.file
+    in_file = source is not None and source.is_used and tenant in router.policies.all
     workers = {
         slot.worker_id for slot in router.lanes.slots if slot.state not in ("dead", "parked")
     }
     routers = router.lanes.first.gateway.shares.known_routers
     left = [f"limits: they are in {source.file}"] if source is not None and in_file else []
     deleted: Counter[str] = Counter()
-    reports = await _all_reports(erasures, deletion.id, workers, routers, left)
+    reports = await _all_reports(sources.erasures, deletion.id, workers, routers, left)
     # Afterwards, because calls may store some until all routers know of the deletion.
-    deleted["responses"] = await _delete_responses(router, tenant, left)
+    deleted["responses"] = await _delete_responses(sources, tenant, left)
     try:
         await router.quotas.forget(tenant)
     except RegistryUnavailableError:
@@ -94,7 +95,7 @@ def _forgetting(before: Forgotten, tenant: str, deletion: Deletion, *, shared: b
     """Return the deletions with another one, which gives the tenant's cache a new salt."""
     tag = tag_of(before.owner_of(tenant, shared=shared)).hex()
     tags = {**before.tags, tag: deletion.id}
-    deletions = {name: one for name, one in before.deletions.items() if name != tenant}
+    deletions = {name: earlier for name, earlier in before.deletions.items() if name != tenant}
     deletions[tenant] = deletion
     return Forgotten(
         deletions=dict(list(deletions.items())[-MAX_TENANTS:]),
@@ -103,11 +104,9 @@ def _forgetting(before: Forgotten, tenant: str, deletion: Deletion, *, shared: b
     )
 
 
-async def _delete_responses(router: Process, tenant: str, left: list[str]) -> int:
-    if router.sources.responses is None:
-        return 0
+async def _delete_responses(sources: Sources, tenant: str, left: list[str]) -> int:
     try:
-        return await router.sources.responses.delete_all(tenant)
+        return await sources.responses.delete_all(tenant)
     except RegistryUnavailableError:
         left.append("stored responses: Redis does not answer; repeat the command")
         return 0
@@ -135,15 +134,11 @@ async def _all_reports(
 
 
 def _keys_of(router: Process, tenant: str) -> int:
-    settings = router.settings
     now_ms = time.time_ns() // 1_000_000
-    issued = settings.issued_keys
-    of_file = [
-        spelled
-        for spelled, rights in (settings.api_keys or {}).items()
-        if rights.tenant == tenant and not issued.is_ended(spelled, now_ms)
+    of_file = list(router.access.keys_of(tenant, now_ms))
+    issued = [
+        key
+        for key in router.access.issued_keys
+        if key.rights.tenant == tenant and key.record.state(now_ms) == "valid"
     ]
-    valid = [
-        key for key in issued if key.rights.tenant == tenant and key.record.state(now_ms) == "valid"
-    ]
-    return len(of_file) + len(valid)
+    return len(of_file) + len(issued)

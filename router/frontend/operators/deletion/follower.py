@@ -2,17 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from baton.registry.redis_store import RegistryUnavailableError
-from baton.telemetry.tasks import BackgroundTasks
 from baton.tenants.deletions import Deletion
 from baton.tenants.erasures import Erasures
 from baton.tenants.shared_limits import LimitsTable
 from router.frontend.batch.calls import store_of
 from router.frontend.operators.deletion.local import blank_texts, delete_files
-from router.settings import RouterSettings
+from router.process import Process
+from router.settings import ProcessSettings
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,33 +27,26 @@ class DeletionFollower:
     """Carries out the deletions in the table of tenants.
 
     At the start of the router these are all of them: it may have been down. What the tenants have
-    stored since is younger, and stays. ``forget`` receives the name of each tenant at once.
+    stored since is younger, and stays.
     """
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        name: str,
-        erasures: Erasures,
-        tasks: BackgroundTasks,
-        forget: Callable[[str], None],
-    ) -> None:
-        self._settings = settings
-        self._name = name
+    def __init__(self, router: Process, erasures: Erasures) -> None:
+        self._router = router
         self._erasures = erasures
-        self._tasks = tasks
-        self._forget = forget
         self._known: set[str] = set()
 
     def receive(self, table: LimitsTable) -> None:
         """Start the deletions that this router does not know yet."""
-        found = table.forgotten.deletions
-        new = {tenant: one for tenant, one in found.items() if one.id not in self._known}
+        new = {
+            tenant: deletion
+            for tenant, deletion in table.forgotten.deletions.items()
+            if deletion.id not in self._known
+        }
         if new:
-            self._known.update(one.id for one in new.values())
+            self._known.update(deletion.id for deletion in new.values())
             for tenant in new:
-                self._forget(tenant)
-            self._tasks.spawn(self._carry_out(new), "deletion")
+                self._router.quotas.quotas.forget(tenant)
+            self._router.tasks.spawn(self._carry_out(new), "deletion")
 
     async def _carry_out(self, deletions: Mapping[str, Deletion]) -> None:
         await asyncio.sleep(ALL_FOLLOW_S)
@@ -63,14 +56,15 @@ class DeletionFollower:
             await self._report(deletion.id, counts[tenant])
 
     def _delete(self, deletions: Mapping[str, Deletion]) -> dict[str, dict[str, int]]:
-        until_ms = {tenant: one.at_ms + _GRACE_MS for tenant, one in deletions.items()}
+        settings = self._router.settings
+        until_ms = {tenant: deletion.at_ms + _GRACE_MS for tenant, deletion in deletions.items()}
         counts: dict[str, dict[str, int]] = {tenant: {} for tenant in deletions}
         try:
-            store = store_of(self._settings)
+            store = store_of(self._router)
             if store is not None:
                 for tenant in deletions:
                     counts[tenant] |= delete_files(store, tenant, until_ms[tenant])
-            folder = _log_folder(self._settings)
+            folder = _log_folder(settings)
             if folder is not None:
                 for tenant, lines in blank_texts(folder, until_ms).items():
                     counts[tenant]["log_lines"] = lines
@@ -78,7 +72,7 @@ class DeletionFollower:
             _LOG.warning("cannot delete data of tenants=%d: %s", len(deletions), error)
             for count in counts.values():
                 count["errors"] = 1
-        if _logs_elsewhere(self._settings):
+        if _logs_elsewhere(settings):
             for count in counts.values():
                 count["logs_elsewhere"] = 1
         return counts
@@ -86,19 +80,19 @@ class DeletionFollower:
     async def _report(self, deletion: str, counts: Mapping[str, int]) -> None:
         for _ in range(_REPORT_TRIES):
             try:
-                await self._erasures.report(deletion, self._name, counts)
+                await self._erasures.report(deletion, f"router {self._router.router_id}", counts)
                 return
             except RegistryUnavailableError:
                 await asyncio.sleep(_PAUSE_S)
 
 
-def _log_folder(settings: RouterSettings) -> Path | None:
+def _log_folder(settings: ProcessSettings) -> Path | None:
     if settings.logs.dir:
         return Path(settings.logs.dir).expanduser()
     return Path(settings.state_dir) / "logs" if settings.state_dir else None
 
 
-def _logs_elsewhere(settings: RouterSettings) -> bool:
+def _logs_elsewhere(settings: ProcessSettings) -> bool:
     """Return whether this process logs texts to another place than the folder of the logs."""
     if not (settings.logs.requests and settings.logs.format == "json"):
         return False

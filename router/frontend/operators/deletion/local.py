@@ -28,7 +28,7 @@ def delete_files(store: BatchStore, tenant: str, until_ms: int) -> dict[str, int
     counts = {"files": 0, "batches": 0}
     if not (store.root / tenant).is_dir():
         return counts
-    batches = [one for one in store.batches(tenant) if one.created_s * 1000 <= until_ms]
+    batches = [batch for batch in store.batches(tenant) if batch.created_s * 1000 <= until_ms]
     for batch in batches:
         if not batch.ended:
             store.ask_to_cancel(batch)
@@ -84,7 +84,7 @@ def blank_texts(folder: Path, until_ms: Mapping[str, int]) -> dict[str, int]:
     """
     counts = dict.fromkeys(until_ms, 0)
     names = tuple(f'"{tenant}"'.encode() for tenant in until_ms)
-    for path in sorted({found for pattern in _PATTERNS for found in folder.glob(pattern)}):
+    for path in sorted({log for pattern in _PATTERNS for log in folder.glob(pattern)}):
         with path.open("r+b", buffering=0) as file, path.open("rb") as lines:
             at = 0
             for line in lines:

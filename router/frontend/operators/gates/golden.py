@@ -2,10 +2,9 @@
 
 import asyncio
 import json
-import secrets
 import time
 from collections.abc import Iterator, Sequence
-from time import monotonic_ns
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -16,8 +15,8 @@ from baton.types.gates import GoldenPrompt, GoldenRound
 from baton.types.params import SamplingParams
 from router.lanes.golden import GoldenAnswer, difference
 from router.process import Process
-from router.request import GenerationRequest, Pinned
-from router.routing.requests.readiness import FIRST, probed, usable_pairs
+from router.request import Pinned
+from router.routing.requests.readiness import pinned_request, probed, usable_pairs
 from router.served_model import ServedModel
 
 _AT_ONCE = 4
@@ -81,12 +80,12 @@ class GoldenRunner:
         wrong: dict[str, str] = {}
         failed: dict[str, str] = {}
         left_out: set[str] = set()
-        for (prompt, _), found in zip(turns, results, strict=True):
-            if found.difference:
-                wrong.setdefault(prompt.name, found.difference)
-            if found.error and (everywhere or not found.is_others):
-                failed.setdefault(prompt.name, found.error)
-            elif found.error:
+        for (prompt, _), result in zip(turns, results, strict=True):
+            if result.difference:
+                wrong.setdefault(prompt.name, result.difference)
+            if result.error and (everywhere or not result.is_others):
+                failed.setdefault(prompt.name, result.error)
+            elif result.error:
                 left_out.add(prompt.name)
         found_right = {prompt.name for prompt in prompts} - wrong.keys() - failed.keys() - left_out
         self._count(lane.model, model, len(found_right), len(wrong), len(failed))
@@ -130,12 +129,12 @@ class GoldenRunner:
         lane = self._router.lanes.of(prompt.same_as)
         version = lane.model.version_of(prompt.same_as)
         key = (prompt.same_as, version, msgspec.json.encode(prompt))
-        if (found := self._known.get(key)) is None:
+        if (answer := self._known.get(key)) is None:
             pairs = usable_pairs(lane.gateway, self._rounds)
             if not pairs:
                 raise UnavailableError(f"{prompt.same_as} has no ready worker")
-            found = self._known[key] = await self._answer(prompt.same_as, prompt, pairs[0])
-        return found
+            answer = self._known[key] = await self._answer(prompt.same_as, prompt, pairs[0])
+        return answer
 
     async def _answer(self, model: str, prompt: GoldenPrompt, pair: Pinned) -> GoldenAnswer:
         lane = self._router.lanes.of(model)
@@ -145,20 +144,9 @@ class GoldenRunner:
             if prompt.messages
             else served.encode_prompt(prompt.prompt)
         )
-        now_ns = monotonic_ns()
-        request = GenerationRequest(
-            request_id=f"golden-{secrets.token_hex(16)}",
-            prompt=tuple(tokens),
-            sampling=SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0),
-            adapter=served.adapter_of(model),
-            cache_scope=_SCOPE,
-            priority=FIRST,
-            mode="disaggregated" if pair.prefill else "colocated",
-            arrived_ns=now_ns,
-            deadline_ns=now_ns + int(_TIMEOUT_S * 1e9),
-            probe=True,
-            pinned=pair,
-        )
+        sampling = SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0)
+        request = pinned_request("golden", tokens, sampling, pair, _TIMEOUT_S)
+        request = replace(request, adapter=served.adapter_of(model), cache_scope=_SCOPE)
         record = (await probed(lane.gateway, request)).record
         if record.error is not None:
             raise record.error

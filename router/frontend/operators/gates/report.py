@@ -21,16 +21,16 @@ def gate_state(gate: Gate | None) -> dict[str, Any] | None:
     }
 
 
-def round_state(found: GoldenRound | None) -> dict[str, Any] | None:
+def round_state(golden: GoldenRound | None) -> dict[str, Any] | None:
     """Return the result of a round of golden prompts; None if none has run."""
-    if found is None:
+    if golden is None:
         return None
     return {
-        "at_ms": found.at_ms,
-        "passed": found.passed,
-        "right": found.right,
-        "wrong": dict(found.wrong),
-        "failed": dict(found.failed),
+        "at_ms": golden.at_ms,
+        "passed": golden.passed,
+        "right": golden.right,
+        "wrong": dict(golden.wrong),
+        "failed": dict(golden.failed),
     }
 
 

@@ -1,18 +1,21 @@
 """Loading of an adapter at all workers of its model, before a name leads to it."""
 
 import asyncio
-import secrets
-from time import monotonic_ns
+from dataclasses import replace
 
 from baton.types.errors import BatonError, UnavailableError
-from baton.types.params import AdapterRef, SamplingParams
+from baton.types.params import AdapterRef
 from router.lane import Lane
-from router.request import GenerationRequest, Pinned
-from router.routing.requests.readiness import FIRST, probed, usable_pairs
+from router.request import Pinned
+from router.routing.requests.readiness import (
+    PROBE_PROMPT,
+    PROBE_SAMPLING,
+    pinned_request,
+    probed,
+    usable_pairs,
+)
 
 _AT_ONCE = 4
-_PROMPT = (1, 2, 3)
-_TOKENS = 2  # prefill samples the first; the second proves the decode worker
 _TIMEOUT_S = 30.0
 
 
@@ -36,19 +39,8 @@ async def warm(lane: Lane, name: str) -> None:
 
 async def _load(lane: Lane, adapter: AdapterRef, pair: Pinned, gate: asyncio.Semaphore) -> None:
     async with gate:
-        now_ns = monotonic_ns()
-        request = GenerationRequest(
-            request_id=f"warm-{secrets.token_hex(16)}",
-            prompt=_PROMPT,
-            sampling=SamplingParams(max_tokens=_TOKENS, temperature=0.0, ignore_eos=True),
-            adapter=adapter,
-            priority=FIRST,
-            mode="disaggregated" if pair.prefill else "colocated",
-            arrived_ns=now_ns,
-            deadline_ns=now_ns + int(_TIMEOUT_S * 1e9),
-            probe=True,
-            pinned=pair,
-        )
+        request = pinned_request("warm", PROBE_PROMPT, PROBE_SAMPLING, pair, _TIMEOUT_S)
+        request = replace(request, adapter=adapter)
         try:
             error: BatonError | None = (await probed(lane.gateway, request)).record.error
         except BatonError as refused:

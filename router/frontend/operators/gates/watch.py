@@ -104,10 +104,10 @@ class GateWatch:
             self._running[gate.name] = self._router.tasks.spawn(self._round(gate), "golden prompts")
 
     async def _round(self, gate: Gate) -> None:
-        found = await self._golden.run(gate.entry.candidate)
-        gate.on_round(found)  # the next exchange acts on a reason
+        golden = await self._golden.run(gate.entry.candidate)
+        gate.on_round(golden)  # the next exchange acts on a reason
         try:
-            await self._shared.put_round(gate.name, gate.entry.since_ms, found)
+            await self._shared.put_round(gate.name, gate.entry.since_ms, golden)
         except RegistryUnavailableError as error:
             _LOG.warning("cannot write the result of golden prompts: %s", error)
 

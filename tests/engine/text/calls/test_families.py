@@ -26,6 +26,7 @@ from tests.engine.text.calls.families import (
     Family,
 )
 from tests.engine.text.reading import content_and_calls
+from tests.soak import examples
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.template)
 IN_CHANNELS = ReasoningSyntax(
@@ -128,7 +129,7 @@ def _broken() -> list[str]:
 
 
 @each_family
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_pieces_do_not_matter(family, data):
     own = st.sampled_from([family.one, family.two, *family.format.tags])
@@ -140,7 +141,7 @@ def test_pieces_do_not_matter(family, data):
 
 
 @each_family
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_no_word_is_lost(family, data):
     if family.format.in_channels:

@@ -12,11 +12,9 @@ from baton.registry.admin_commands import AdminCommands
 from baton.tenants.audit.chain import verify
 from baton.tenants.audit.inbox import AuditInbox
 from baton.tenants.audit.log import AuditLog
-from baton.tenants.erasures import Erasures
 from baton.tenants.key_record import issue, new_key
-from baton.tenants.shared_keys import SharedKeys
-from baton.tenants.shared_limits import SharedLimits
 from router.frontend.operators.deletion import command
+from router.sources import LaneTables
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import until
 
@@ -31,10 +29,8 @@ async def fleet(make_fleet, registry, tmp_path, monkeypatch):
     return await make_fleet(
         {},
         api_keys={"key-of-team": ApiKeyConfig(tenant="team")},
-        keys=SharedKeys(registry),
-        limits=SharedLimits(registry),
-        erasures=Erasures(registry),
-        commands=AdminCommands(registry),
+        registry=registry,
+        tables=LaneTables.of(registry),
         audit=AuditLog(AuditInbox(registry), tmp_path / "audit.jsonl"),
     )
 
@@ -117,6 +113,7 @@ async def test_refused_logins_are_sampled(fleet, tmp_path):
         ((), "203.0.113.66", "127.0.0.1"),  # anyone can write this
         (("10.0.0.0/8",), "203.0.113.66", "127.0.0.1"),
         (("127.0.0.1",), "203.0.113.66", "203.0.113.66"),
+        (("127.0.0.1",), "<b>203.0.113.66</b>", "unknown"),
         (("127.0.0.0/8", "10.0.0.0/8"), "192.0.2.1, 203.0.113.66, 10.1.1.1", "203.0.113.66"),
     ],
 )
@@ -126,6 +123,7 @@ async def test_only_proxies_name_the_source(
     fleet = await make_fleet(
         {},
         api_keys={"key-of-team": ApiKeyConfig(tenant="team")},
+        registry=registry,
         audit=AuditLog(AuditInbox(registry), tmp_path / "audit.jsonl"),
         clients=ClientLimitsConfig(proxies=proxies),
     )

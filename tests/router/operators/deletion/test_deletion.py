@@ -12,8 +12,6 @@ from baton.config.batch import BatchConfig
 from baton.config.clients import ApiKeyConfig
 from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.tenants.erasures import Erasures
-from baton.tenants.quotas import SharedQuotas
-from baton.tenants.shared_limits import SharedLimits
 from baton.tenants.tenants_file import TenantsFile
 from baton.types.block_hashes import tag_of
 from router.frontend.batch.record import BatchRecord
@@ -42,10 +40,7 @@ def start(make_fleet, registry, tmp_path, monkeypatch):
         return await make_fleet(
             {"decode-0": settings.pop("script", Script(step_s=0.001))},
             responses=StoredResponses(registry, LIMITS),
-            limits=SharedLimits(registry),
-            quotas=SharedQuotas(registry),
-            erasures=Erasures(registry),
-            policies=TenantPolicies(),
+            registry=registry,
             **settings,
         )
 
@@ -73,7 +68,7 @@ async def respond(fleet, key: str = "key-of-team") -> httpx.Response:
 
 
 def owner(fleet, tenant: str = "team", *, shared: bool = False) -> str:
-    return fleet.router.settings.policies.owner_of(tenant, shared=shared)
+    return fleet.router.policies.owner_of(tenant, shared=shared)
 
 
 async def test_responses_and_limits_go_and_the_receipt_names_each_part(start, registry) -> None:
@@ -159,7 +154,7 @@ async def test_no_old_salt_comes_back_without_redis_or_with_an_empty_one(
         os.kill(redis_server.pid, signal.SIGCONT)
     await until(lambda: owner(stranger) == salted, 3.0)
     await registry.send(("FLUSHALL",))
-    await until(lambda: one.router.settings.policies.table.version > 0, 1.0)
+    await until(lambda: one.router.policies.table.version > 0, 1.0)
     await asyncio.sleep(1.2)
     assert owner(await start("third")) == salted, "routers have written the table again"
 
@@ -168,14 +163,14 @@ async def test_policies_in_a_file_keep_no_old_salt_and_are_in_the_receipt(start,
     """Policies come from the file, deletions from Redis."""
     path = tmp_path / "tenants.yaml"
     path.write_text("team: {rpm: 600}\n")
-    fleet = await start(tenants_file=TenantsFile.beside(str(tmp_path / "keys.yaml")))
+    fleet = await start(policies=TenantPolicies(TenantsFile.beside(str(tmp_path / "keys.yaml"))))
     before = owner(fleet)
     receipt = await delete(fleet)
     assert f"limits: they are in {path}" in receipt["not_deleted"]
     assert owner(fleet) != before
     await asyncio.sleep(1.2)  # routers compare with Redis twice a second
     assert owner(fleet) != before
-    assert fleet.router.settings.policies.of("team").rpm == 600
+    assert fleet.router.policies.of("team").rpm == 600
 
 
 async def test_a_response_that_was_running_is_not_stored(start) -> None:

@@ -11,7 +11,6 @@ from baton.config.batch import BatchConfig
 from baton.config.clients import ApiKeyConfig
 from baton.config.logs import LogsConfig
 from baton.registry.stored_responses import StoredResponses, StoreLimits
-from baton.tenants.shared_limits import SharedLimits
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import BatchStore
 from tests.registry.conftest import redis_server, registry
@@ -36,7 +35,7 @@ async def fleet(make_fleet, registry, tmp_path):
         state_dir=str(tmp_path),
         logs=LogsConfig(format="json", requests=True),
         responses=StoredResponses(registry, LIMITS),
-        limits=SharedLimits(registry),
+        registry=registry,
     )
 
 
@@ -170,7 +169,7 @@ async def test_a_request_that_runs_while_its_tenant_is_deleted_is_not_logged_wit
     fleet, caplog
 ):
     caplog.set_level(logging.INFO, logger="baton.requests")
-    policies = fleet.router.settings.policies
+    policies = fleet.router.policies
     caplog.clear()
     policies.expect()  # the owner of the cache changes while the request runs
     body = {"model": MODEL, "prompt": "hello", "max_tokens": 4, "stream": True}

@@ -37,8 +37,7 @@ async def make_router(two_lanes, registry, tmp_path):
     async def make() -> TwoLanes:
         return await two_lanes(
             Script(),
-            routes=SharedRoutes(registry),
-            gates=SharedGates(registry),
+            registry=registry,
             audit=AuditLog(AuditInbox(registry), tmp_path / "audit.jsonl"),
         )
 
@@ -167,7 +166,7 @@ class Forgetful(SharedGates):
 
 async def test_no_evidence_is_lost_while_redis_does_not_answer(two_lanes, registry) -> None:
     shared = Forgetful(registry)
-    lanes = await two_lanes(Script(), routes=SharedRoutes(registry), gates=shared)
+    lanes = await two_lanes(Script(), registry=registry, gates=shared)
     await change(lanes, "canary", "smollm2", model=OTHER, share=1.0)
     gates = lanes.fleet.router.gates
     await until(lambda: gates.get("smollm2"), 2.0)

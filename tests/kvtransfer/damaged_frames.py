@@ -1,12 +1,17 @@
-"""Fault injection: deliberate damage to frames before they leave the prefill worker.
+"""Deliberate damage to frames before they leave the prefill worker.
 
-``WorkerSettings.fault_injection`` switches it on: ``"flip:3"`` damages every third frame,
-``"flip:3:1"`` every third one of the frames whose first head is number 1.
+``"flip:3"`` damages every third frame, ``"flip:3:1"`` every third one of the frames whose first
+head is number 1.
 """
 
 from dataclasses import dataclass, field
 
 from batonpb import prefill_pb2 as pb
+
+from kvtransfer import chunk
+from kvtransfer.kv_slice import KvSlice
+from kvtransfer.pool_source import PoolSource
+from kvtransfer.transport import Room
 
 KINDS = ("flip", "swap", "replay", "incarnation", "torn")
 
@@ -29,15 +34,12 @@ class FrameTamperer:
     _previous: tuple[pb.ChunkHeader, bytes] | None = field(default=None)
 
     @classmethod
-    def parse(cls, text: str) -> "FrameTamperer | None":
-        """Read ``"kind:every"`` or ``"kind:every:head"``; return None for ""."""
-        if not text:
-            return None
-        kind, *numbers = text.split(":")
+    def parse(cls, text: str) -> "FrameTamperer":
+        """Read ``"kind:every"`` or ``"kind:every:head"``."""
+        kind, every, *head = text.split(":")
         if kind not in KINDS:
             raise ValueError(f"unknown fault {kind!r}; known kinds: {', '.join(KINDS)}")
-        every = int(numbers[0]) if numbers else 1
-        return cls(kind, every, int(numbers[1]) if len(numbers) > 1 else None)
+        return cls(kind, int(every), int(head[0]) if head else None)
 
     def apply(self, header: pb.ChunkHeader, payload: bytes) -> tuple[pb.ChunkHeader, bytes]:
         """Return the frame as it will be sent."""
@@ -106,3 +108,29 @@ def _with_pages(header: pb.ChunkHeader, pages: list[int]) -> pb.ChunkHeader:
     changed = _changed(header)
     changed.pages[:] = pages
     return changed
+
+
+class DamagingSource(PoolSource):
+    """Source whose frames and loans are damaged on their way out."""
+
+    def __init__(self, damage: str, *source_of: object, **more: object) -> None:
+        super().__init__(*source_of, **more)
+        self._tamperer = FrameTamperer.parse(damage)
+
+    async def _frame(self, request: pb.PullRequest, kv_slice: KvSlice, room: Room) -> int:
+        whole = bytearray()
+
+        async def keep(size_bytes: int) -> memoryview:
+            whole.extend(bytes(size_bytes))
+            return memoryview(whole)
+
+        await super()._frame(request, kv_slice, keep)
+        header, payload = chunk.decode(bytes(whole))
+        if not header.HasField("error"):
+            header, payload = self._tamperer.apply(header, bytes(payload))
+        frame = chunk.encode(header, payload)
+        (await room(len(frame)))[:] = frame
+        return len(frame)
+
+    def _lent(self, *loan: object) -> pb.ChunkHeader:
+        return self._tamperer.apply_to_loan(super()._lent(*loan))
