@@ -22,8 +22,7 @@ class AttachedServer(Section):
             the server's host. Without the key, vLLM's default port is tried. An empty list turns
             them off.
         replay: Endpoints that repeat these events, in the same order.
-        key: Key that the server requires.
-        key_file: File with this key, instead of ``key``.
+        key_file: File with the key that the server requires.
         label: Name of the server in `baton status`.
         drain: Take no new requests; the running ones are resumed elsewhere.
     """
@@ -32,7 +31,6 @@ class AttachedServer(Section):
     role: Literal["prefill", "decode"] = "decode"
     events: Annotated[tuple[EventsEndpoint, ...], Field(max_length=64)] | None = None
     replay: Annotated[tuple[EventsEndpoint, ...], Field(max_length=64)] = ()
-    key: Annotated[str, StringConstraints(min_length=1)] | None = Field(default=None, repr=False)
     key_file: AbsoluteFile | None = None
     label: Annotated[str, StringConstraints(pattern=r"^[\w.:/@-]{1,64}$")] | None = None
     drain: bool = False
@@ -55,8 +53,6 @@ class AttachedServer(Section):
             raise ValueError(f"url: {error}") from None
         if self.replay and len(self.replay) != len(self.events or ()):
             raise ValueError("replay needs one endpoint for each of `events`")
-        if self.key is not None and self.key_file is not None:
-            raise ValueError("key and key_file exclude each other: remove one")
         return self
 
 

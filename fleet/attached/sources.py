@@ -118,7 +118,7 @@ def entry_of(server: AttachedServer, address: str = "") -> ServerEntry:
     parts = urlsplit(server.url)
     host = address or parts.hostname or ""
     shown = f"[{host}]" if ":" in host else host
-    key = server.key or ""
+    key = ""
     if server.key_file is not None:
         key = read_text(server.key_file, "the key of a server").strip()
     events = None

@@ -42,7 +42,9 @@ class AttachedPools:
         """Needs that all servers lack; empty if one of them can be used, or may be later."""
         known = self.slots()
         unfit = [slot["reason"] for slot in known if slot["phase"] == "unfit"]
-        return "; ".join(unfit) if unfit and len(unfit) == len(known) else ""
+        if not unfit or len(unfit) < len(known):
+            return ""
+        return f"{'; '.join(unfit)}; see {self._logs / LOG}.log"
 
     def start(self, spec: ControllerSpec) -> None:
         """Start the process.

@@ -14,6 +14,9 @@ from fleet.local.log_files import tail
 from fleet.local.router_process import RouterProcesses
 from fleet.pools.resources import ControllerSpec
 
+Pools = LocalPools | ClusterPools | AttachedPools
+"""Workers of a fleet, by the program that starts them."""
+
 
 class FollowedFile:
     """Configuration that the fleet has, and the change to another one.
@@ -42,7 +45,7 @@ class FollowedFile:
 
     def begin(
         self,
-        pools: LocalPools | ClusterPools | AttachedPools | None,
+        pools: Pools | None,
         spec: Callable[[FleetConfig], ControllerSpec],
     ) -> None:
         """Read the file and change the workers; ``spec`` returns what a controller is given.
@@ -73,7 +76,7 @@ class FollowedFile:
         self,
         plan: Changes,
         routers: RouterProcesses | None,
-        pools: LocalPools | ClusterPools | AttachedPools | None,
+        pools: Pools | None,
         logs: Path,
     ) -> str | None:
         """Execute the last step of a change; return None until it is done, then a problem or ""."""

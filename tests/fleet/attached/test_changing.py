@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,14 +10,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import yaml
 
+from baton.config.fleet_file import DEFAULT_MODEL
 from benchmarks.emulated_vllm import Emulation
 from fleet.local import state as fleet_state
 from tests.fleet.attached.rig import (
     MODEL,
+    PROMPT,
     AttachedFleet,
     Background,
     Emulated,
@@ -133,6 +137,9 @@ def test_a_fleet_of_unfit_servers_does_not_start(thread: ServerThread, tmp_path:
     fleet = AttachedFleet(tmp_path, [server.url])
     assert fleet.served.process.wait(60) == 1
     assert "add `--enable-scale-out` to its `vllm serve`" in fleet.served.output.read_text()
+    examined = baton(fleet, "doctor", str(tmp_path / "fleet.yaml"), "--json")
+    found = {one["name"]: one for one in json.loads(examined.stdout)}
+    assert "--enable-scale-out" in found[server.url.removeprefix("http://")]["text"]
 
 
 def test_a_running_fleet_takes_a_changed_list(thread: ServerThread, tmp_path: Path) -> None:
@@ -151,3 +158,37 @@ def test_a_running_fleet_takes_a_changed_list(thread: ServerThread, tmp_path: Pa
         assert fleet.complete(4) == expected(4)
     finally:
         fleet.close()
+
+
+def test_serve_needs_no_file_but_the_model_if_its_folder_is_elsewhere(
+    thread: ServerThread, tmp_path: Path
+) -> None:
+    server = thread.start(replace(LIKE, root="org/tiny", model="org/tiny"))
+    command = [sys.executable, "-m", "fleet.cli.main", "serve", "--attach", server.url]
+    environment = {**os.environ, "BATON_HOME": str(tmp_path), "COLUMNS": "200"}
+    refused = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert refused.returncode == 1
+    assert "give the model with --model" in refused.stderr
+    output = tmp_path / "output"
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [*command, "--model", DEFAULT_MODEL, "--port", "0"],
+            env=environment,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+    try:
+        wait_for(lambda: "Baton is ready at" in output.read_text(), 60)
+        (url,) = re.findall(r"Baton is ready at (\S+)/v1", output.read_text())
+        models = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
+        assert [one["id"] for one in models] == ["tiny", "org/tiny"]
+        body = {"model": "org/tiny", "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
+        body |= {"temperature": 0, "return_token_ids": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=30)
+        assert answer.json()["choices"][0]["token_ids"] == expected(4)
+    finally:
+        process.terminate()
+        process.wait(30)

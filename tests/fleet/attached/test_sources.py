@@ -85,8 +85,9 @@ def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, text: str, probl
         ({"servers": [URL], "python": "/p"}, {}, "one of them"),
         ({"servers": [URL], "gpus": 1}, {}, "gpus: not for `servers`"),
         ({"servers": [{"url": URL, "replay": ["tcp://*:1"]}]}, {}, "replay needs one endpoint"),
-        ({"servers": [{"url": URL, "key": "k", "key_file": "/k"}]}, {}, "exclude each other"),
+        ({"servers": [{"url": URL, "key_file": "k"}]}, {}, "absolute"),
         ({"servers": ["ftp://gpu-1"]}, {}, "must match"),
+        ({"servers": [{"url": URL, "lable": "a"}]}, {}, "did you mean `label`"),
         ({"servers": [URL]}, {"decode": 2}, "each of which has a role"),
     ],
 )
