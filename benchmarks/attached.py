@@ -78,7 +78,7 @@ class Fleet:
         return next(one for one in children if "fleet.attached.process" in one.cmdline())
 
     def stop(self) -> None:
-        """End the fleet."""
+        """End the fleet and its servers."""
         self.process.terminate()
         self.process.wait(30)
 

@@ -129,7 +129,7 @@ class VllmConfig(Section):
 
 
 class LlamaServerConfig(Section):
-    """llama.cpp's servers, which somebody else starts; see ``docs/guide/attached.md``.
+    """Attached servers of llama.cpp, see ``docs/guide/llama-server.md``.
 
     Attributes:
         servers: The servers. They have neither roles nor KV events.

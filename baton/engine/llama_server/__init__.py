@@ -1,1 +1,1 @@
-"""llama-server of llama.cpp, which somebody else has started."""
+"""Engine of attached llama-servers."""

@@ -1,4 +1,4 @@
-"""A llama-server that somebody else has started: what it is, whether it fits, and its engine.
+"""An attached llama-server: its properties, its examination, and its engine.
 
 It cannot keep the caches of tenants apart. So once two tenants that share no cache have used it, no
 request uses cached prefixes any more; see ``docs/guide/attached.md``.

@@ -42,12 +42,12 @@ _CHOICES = re.compile(rf"start: ({_STRING}(?: \| {_STRING})*)\n%llguidance \{{[^
 _FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class ScoredToken(msgspec.Struct, frozen=True):
     """Log-probability of a token, and for a sampled one its alternatives."""
 
     id: int
     logprob: float | None = None
-    top_logprobs: "tuple[Candidate, ...]" = ()
+    top_logprobs: "tuple[ScoredToken, ...]" = ()
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class Timings(msgspec.Struct, frozen=True):
     cache_n: int | None = None
 
 
-class ErrorBody(msgspec.Struct, frozen=True):
+class LlamaError(msgspec.Struct, frozen=True):
     """Error in a stream or in a response."""
 
     message: str = ""
@@ -76,9 +76,9 @@ class Event(msgspec.Struct, frozen=True):
     stop: bool = False
     stop_type: str = ""
     tokens_predicted: int = 0
-    completion_probabilities: tuple[Candidate, ...] = ()
+    completion_probabilities: tuple[ScoredToken, ...] = ()
     timings: Timings | None = None
-    error: ErrorBody | None = None
+    error: LlamaError | None = None
 
 
 _decoder = msgspec.json.Decoder(Event)
@@ -270,7 +270,7 @@ class CompletionStream:
             )
         return [*(self._scored(token, None) for token in ids), *tokens]
 
-    def _scored(self, token: int, candidate: Candidate | None) -> SampledToken:
+    def _scored(self, token: int, candidate: ScoredToken | None) -> SampledToken:
         if self._alternatives is None:
             return SampledToken(token)
         if candidate is None or candidate.logprob is None:
@@ -295,10 +295,10 @@ def error_in(body: bytes, status: int) -> BatonError:
     except InternalError:
         error = None
     text = body[:200].decode(errors="replace")
-    return error_of(error or ErrorBody(f"it answered with status {status}: {text}"), status)
+    return error_of(error or LlamaError(f"it answered with status {status}: {text}"), status)
 
 
-def error_of(error: ErrorBody, status: int | None) -> BatonError:
+def error_of(error: LlamaError, status: int | None) -> BatonError:
     """Return the error that llama-server reports, as invalid request or as internal error."""
     code = error.code if error.code is not None else status
     if code is not None and code in (400, 413, 422):

@@ -150,7 +150,7 @@ class EventPrefixes(CachedPrefixes):
         return max(client.cached.cached_tokens(hashes, size) for client in self._clients)
 
     def close(self) -> None:
-        """Free the sockets."""
+        """Close the sockets of all ranks."""
         for client in self._clients:
             client.close()
 
