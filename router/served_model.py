@@ -73,7 +73,11 @@ class ServedModel:
     def load(cls, settings: LaneSettings) -> "ServedModel":
         """Load the model of the settings from files. Blocks."""
         template = settings.chat_template
-        artifact = resolve_model(settings.model, allow_unsupported=bool(settings.external))
+        artifact = resolve_model(
+            settings.model,
+            allow_unsupported=bool(settings.external),
+            with_weights=not settings.attached,
+        )
         adapters = AdapterTable(
             artifact.config,
             (*settings.model_names, *settings.other_models),

@@ -97,6 +97,7 @@ class LaneSettings:
         other_models: Names of the fleet's other models, which no adapter may have.
         emulated: Timing model of emulated workers; empty for real ones. Other workers are rejected.
         external: Name of the program that runs the model at workers; empty for Baton's engine.
+        attached: Whether that program is attached; then its weights may be elsewhere.
         golden: Golden prompts of the fleet file.
         max_context_tokens: Limit of the context; None: the model's own.
         max_adapters: Number of adapters that a worker holds at once.
@@ -113,6 +114,7 @@ class LaneSettings:
     other_models: tuple[str, ...] = ()
     emulated: str = ""
     external: str = ""
+    attached: bool = False
     chat_template: str | None = None
     golden: tuple[GoldenPrompt, ...] = field(default=(), repr=False)
     max_context_tokens: int | None = None
@@ -145,6 +147,7 @@ class LaneSettings:
             other_models=other_models,
             emulated=pools.engine.emulated or "",
             external=pools.engine.external or "",
+            attached=pools.is_attached,
             chat_template=config.chat_template,
             golden=golden,
             max_context_tokens=config.max_context_tokens,

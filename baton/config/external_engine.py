@@ -1,4 +1,4 @@
-"""Fleet file section on engines that are installed by themselves: vLLM."""
+"""Fleet file sections on engines that are installed by themselves: vLLM and llama-server."""
 
 import itertools
 from collections.abc import Collection
@@ -6,11 +6,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from baton.config.attached import AttachedServers
 from baton.config.network import AbsoluteFile
 from baton.config.section import Section
 
-ExternalKind = Literal["vllm"]
-"""Engines of which the fleet file has a section in ``pools``, with this name."""
+ExternalKind = Literal["vllm", "llama-server"]
+"""Engines of which the fleet file has a section in ``pools``."""
 
 # arguments of `vllm serve` that a worker sets itself, and where the fleet file has them
 _TAKEN = {
@@ -50,13 +51,33 @@ class VllmConfig(Section):
             Baton's own transports, for vLLM 0.32 without pipeline parallelism. Without it there are
             no prefill workers.
         batch_invariant: Turn vLLM's batch-invariant mode on, which ``numerics: exact`` needs.
+        servers: Running servers to attach, instead of ``python``. See
+            ``docs/guide/attached.md``.
     """
 
-    python: AbsoluteFile
+    python: AbsoluteFile | None = None
     args: Annotated[tuple[str, ...], Field(max_length=200)] = ()
     gpus: Annotated[int, Field(ge=0, le=64)] = 0
     hand_off: Literal["nixl", "baton"] | None = None
     batch_invariant: bool = False
+    servers: AttachedServers | None = None
+
+    @model_validator(mode="after")
+    def _starts_or_attaches(self) -> Self:
+        if (self.servers is None) == (self.python is None):
+            raise ValueError(
+                "needs `python: FILE`, with which vLLM is started, or `servers: …`, which are "
+                "running: one of them"
+            )
+        own = self.model_fields_set & {"args", "gpus", "batch_invariant"}
+        if self.servers is not None and own:
+            raise ValueError(f"{min(own)}: not for `servers`, which are running already")
+        if self.servers is not None and self.hand_off == "baton":
+            raise ValueError("hand_off: baton is not for `servers`: use `nixl`")
+        roles = {server.role for server in self.servers.known} if self.servers is not None else ()
+        if "prefill" in roles and self.hand_off is None:
+            raise ValueError("servers: role: prefill needs `hand_off: nixl`")
+        return self
 
     @field_validator("args", mode="before")
     @classmethod
@@ -77,7 +98,9 @@ class VllmConfig(Section):
     @property
     def serves_adapters(self) -> bool:
         """True if the workers serve LoRA adapters."""
-        return any(word.replace("_", "-") == "--enable-lora" for word in self.args)
+        return self.servers is not None or any(
+            word.replace("_", "-") == "--enable-lora" for word in self.args
+        )
 
     @model_validator(mode="after")
     def _copies_of_whole_layers(self) -> Self:
@@ -103,6 +126,27 @@ class VllmConfig(Section):
             if name.replace("_", "-") in names:
                 found = value if has_value else following
         return int(found) if found.isdecimal() else 1  # vLLM refuses what is no number
+
+
+class LlamaServerConfig(Section):
+    """Attached servers of llama.cpp, see ``docs/guide/llama-server.md``.
+
+    Attributes:
+        servers: The servers. They have neither roles nor KV events.
+    """
+
+    servers: AttachedServers
+
+    @model_validator(mode="after")
+    def _has_neither_roles_nor_events(self) -> Self:
+        entries = self.servers.list or ([self.servers.dns] if self.servers.dns is not None else ())
+        for entry in entries:
+            if entry.role != "decode" or entry.events or entry.replay:
+                raise ValueError(
+                    f"servers: {entry.url}: llama-server has no role `prefill` and no KV events: "
+                    "remove these keys"
+                )
+        return self
 
 
 def adapter_rank_limit(most: int) -> int:

@@ -187,7 +187,7 @@ class FleetConfig(Section):
     def _check_external_engine(self) -> Self:
         if (kind := self.pools.engine.external) is None:
             return self
-        arguments = f"use pools.{kind}.args"
+        arguments = f"use {'arguments of its own' if self.is_attached else f'pools.{kind}.args'}"
         refuse_unsupported(
             kind,
             {
@@ -232,6 +232,15 @@ class FleetConfig(Section):
                 raise ValueError(f"{where}: {problem_of(first)}") from error
             except ValueError as error:
                 raise ValueError(f"models.{name}: {error}") from error
+        return self
+
+    @model_validator(mode="after")
+    def _all_or_no_servers_are_attached(self) -> Self:
+        if len({lane.pools.is_attached for lane in self.lanes}) > 1:
+            raise ValueError(
+                "models: either all models have `pools: {vllm: {servers: …}}`, or none: start a "
+                "fleet for each kind"
+            )
         return self
 
     @model_validator(mode="after")
@@ -289,6 +298,16 @@ class FleetConfig(Section):
     def to_json(self) -> str:
         """Return the non-default settings for another process, without the router's secrets."""
         return self.model_dump_json(exclude_defaults=True, exclude={"api_keys"})
+
+    @property
+    def wants_adapters(self) -> bool:
+        """True if clients may use LoRA adapters."""
+        return bool(self.adapters.max_loaded and (self.adapters.load or self.adapters.folder))
+
+    @property
+    def is_attached(self) -> bool:
+        """True if the servers of all models are attached."""
+        return all(lane.pools.is_attached for lane in self.lanes)
 
     @property
     def tls_files(self) -> TlsFiles | None:

@@ -17,9 +17,10 @@ from pydantic import (
     ValidationError,
 )
 
+from baton.config.attached import AttachedServer, AttachedServers
 from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
 from baton.config.engine import QuantisationConfig, SpeculationConfig
-from baton.config.external_engine import VllmConfig
+from baton.config.external_engine import LlamaServerConfig, VllmConfig
 from baton.config.fleet_file import FleetConfig
 from baton.config.lane import AdaptersConfig, GatesConfig, LaneConfig
 from baton.config.network import FleetTlsConfig, HttpsConfig
@@ -131,9 +132,8 @@ def _known_path(location: KeyPath, source: _Source) -> KeyPath:
     """Return ``location`` without pydantic's own steps (union branches, constraint names)."""
     path: KeyPath = ()
     for step in location:
-        if path and (*path, step) not in source.lines:
-            break
-        path = (*path, step)
+        if not path or (*path, step) in source.lines:
+            path = (*path, step)
     return path
 
 
@@ -147,6 +147,10 @@ def _suggestion(path: KeyPath) -> str:
         "quantisation": QuantisationConfig,
         "engine": EngineConfig,
         "vllm": VllmConfig,
+        "llama_server": LlamaServerConfig,
+        "servers": AttachedServers,
+        "dns": AttachedServer,
+        **{number: AttachedServer for number in path[-2:-1] if isinstance(number, int)},
         "kv_tiers": KvTiersConfig,
         "tls": FleetTlsConfig if path[0] == "pools" else HttpsConfig,
         "clients": ClientLimitsConfig,

@@ -5,7 +5,8 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from baton.config.external_engine import ExternalKind, VllmConfig
+from baton.config.attached import AttachedServers
+from baton.config.external_engine import ExternalKind, LlamaServerConfig, VllmConfig
 from baton.config.network import AbsoluteFile, FleetTlsConfig
 from baton.config.section import Section
 from baton.control_groups import usable_cpus
@@ -14,7 +15,7 @@ CORES_OF_A_ROUTER = 4
 
 
 class EngineConfig(Section):
-    """Engine of all workers: `real`, `vllm`, `emulated`, or a mapping with `emulated: TIMING`.
+    """Engine of all workers: `real`, `vllm`, `llama-server`, `emulated`, or `{emulated: TIMING}`.
 
     It applies to the whole fleet: emulated and real workers cannot exchange KV.
 
@@ -34,11 +35,13 @@ class EngineConfig(Section):
             "real": {},
             "emulated": {"emulated": "epyc-135m"},
             "vllm": {"external": "vllm"},
+            "llama-server": {"external": "llama-server"},
         }
         if isinstance(value, str):
             if value not in words:
                 raise ValueError(
-                    "must be `real`, `vllm`, `emulated`, or a mapping with `emulated: TIMING`"
+                    "must be `real`, `vllm`, `llama-server`, `emulated`, or a mapping with "
+                    "`emulated: TIMING`"
                 )
             return words[value]
         return value
@@ -154,6 +157,7 @@ class PoolsConfig(Section):
     auto: AutoPoolsConfig | None = None
     engine: EngineConfig = EngineConfig()
     vllm: VllmConfig | None = None  # needed with `engine: vllm`
+    llama_server: LlamaServerConfig | None = None  # needed with `engine: llama-server`
     kv_tiers: KvTiersConfig = KvTiersConfig()
     ports: Annotated[str, StringConstraints(pattern=r"^\d{4,5}-\d{4,5}$")] | None = None
     tls: FleetTlsConfig | None = None
@@ -171,6 +175,25 @@ class PoolsConfig(Section):
             "worker with all cores"
         }
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sizes_of_attached_servers(cls, value: object) -> object:
+        """Let a fleet of attached servers have no sizes of its own."""
+        if not isinstance(value, dict):
+            return value
+        sections = (value.get("vllm"), value.get("llama_server"))
+        has_servers = any(isinstance(one, dict) and one.get("servers") for one in sections)
+        return {"prefill": 0, "decode": 1, **value} if has_servers else value
+
+    @model_validator(mode="after")
+    def _attached_servers_have_roles(self) -> Self:
+        if self.is_attached and (self.start_sizes != {"prefill": 0, "decode": 1} or self.auto):
+            raise ValueError(
+                "prefill, decode and auto are not for attached servers, each of which has a role: "
+                "remove them"
+            )
+        return self
 
     @field_validator("ports")
     @classmethod
@@ -205,7 +228,13 @@ class PoolsConfig(Section):
     def _external_engines_lack_features(self) -> Self:
         kind = self.engine.external
         if (kind == "vllm") != (self.vllm is not None):
-            raise ValueError("`engine: vllm` and `vllm: {python: FILE}` need each other")
+            raise ValueError(
+                "`engine: vllm` and `vllm: {python: FILE}` or `vllm: {servers: …}` need each other"
+            )
+        if (kind == "llama-server") != (self.llama_server is not None):
+            raise ValueError(
+                "`engine: llama-server` and `llama_server: {servers: …}` need each other"
+            )
         if kind is None:
             return self
         hand_off = self.vllm.hand_off if self.vllm is not None else None
@@ -242,6 +271,22 @@ class PoolsConfig(Section):
         """Return the number of ranks of one replica of a pool."""
         ranks = self.tensor_parallel
         return ranks.prefill if role == "prefill" else ranks.decode
+
+    @property
+    def servers(self) -> AttachedServers | None:
+        """Servers that are attached; None if this fleet starts its workers."""
+        section = self.vllm or self.llama_server
+        return section.servers if section is not None else None
+
+    @property
+    def hand_off(self) -> str:
+        """Way of KV between engines of others; empty: none."""
+        return (self.vllm.hand_off or "") if self.vllm is not None else ""
+
+    @property
+    def is_attached(self) -> bool:
+        """True if the servers are attached."""
+        return self.servers is not None
 
     @property
     def gpus(self) -> int:

@@ -14,8 +14,10 @@ ENGINE_MODULES = {
 }
 """Modules of engine processes by ``ExternalEngine.kind``, "" for Baton's own engine.
 
-All have the arguments of the first one, speak ``baton.engine.process.messages``, and begin their
-numerics id with the kind."""
+All have the arguments of the first one, and speak ``baton.engine.process.messages``."""
+
+EXTERNAL_KINDS = ("vllm", "llama-server")
+"""Engines that are not Baton's. Their numerics ids begin with the kind."""
 
 
 def default_device() -> str:

@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -78,25 +78,33 @@ class ModelArtifact:
 
 
 def resolve_model(
-    reference: str, *, allow_unsupported: bool = False, hub_answers_s: float = HUB_LOAD_S
+    reference: str,
+    *,
+    allow_unsupported: bool = False,
+    hub_answers_s: float = HUB_LOAD_S,
+    with_weights: bool = True,
 ) -> ModelArtifact:
     """Find a model and describe it; references are described in ``baton/model/locate.py``.
 
     With ``allow_unsupported`` also models that the engine cannot run (for tokenizers and tools).
-    ``hub_answers_s`` is the time in seconds in which the hub must answer, if it is asked.
+    ``hub_answers_s`` is the time in seconds in which the hub must answer, if it is asked. Without
+    ``with_weights`` a directory needs no weights, and none are read: the digest is of the config.
 
     Raises:
         ModelError: The model is missing, incomplete, or not supported.
         HubSilentError: The hub is needed, and has not answered in time.
     """
-    path, revision = locate(reference, hub_answers_s=hub_answers_s)
+    path, revision = locate(reference, hub_answers_s=hub_answers_s, with_weights=with_weights)
     if not path.is_dir() and path.suffix != ".gguf":
         raise ModelError(
             f"{path}: not a model; a .gguf file or a directory with config.json is needed"
         )
-    describe = _from_directory if path.is_dir() else _from_gguf
+    check = not allow_unsupported
     try:
-        return describe(reference, path, revision, check=not allow_unsupported)
+        if path.is_dir():
+            return _from_directory(reference, path, revision, check=check, weights=with_weights)
+        artifact = _from_gguf(reference, path, revision, check=check)
+        return artifact if with_weights else replace(artifact, weight_files=())
     except ModelError:
         raise
     except _MALFORMED as error:
@@ -107,7 +115,7 @@ def resolve_model(
 
 
 def _from_directory(
-    source: str, folder: Path, revision: str | None, *, check: bool
+    source: str, folder: Path, revision: str | None, *, check: bool, weights: bool
 ) -> ModelArtifact:
     raw = read_json(folder / "config.json")
     if not raw:
@@ -117,7 +125,7 @@ def _from_directory(
     if check:
         hf_config.refuse_unsupported(folder, architecture, raw)
     config = hf_config.read_config(folder, raw, generation, architecture)
-    files = _safetensors_files(folder)
+    files = _safetensors_files(folder) if weights else ()
     tokenizer_file = folder / "tokenizer.json"
     if not tokenizer_file.exists():
         raise ModelError(f"{folder}: tokenizer.json is missing (other formats are not supported)")

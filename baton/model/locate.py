@@ -26,19 +26,23 @@ HUB_CHECK_S = 1.5
 """Time in which the hub must answer a check of a fleet file."""
 HUB_LOAD_S = 30.0
 """Time in which the hub must answer a process that loads a model."""
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "README.md"]
+_HUB_PATTERNS = ["*.json", "*.jinja", "README.md"]
+_HUB_WEIGHTS = "*.safetensors"
 
 
 class HubSilentError(ModelError):
     """The model is not in the cache, and the hub has not answered in time."""
 
 
-def locate(reference: str, *, hub_answers_s: float = HUB_LOAD_S) -> tuple[Path, str | None]:
+def locate(
+    reference: str, *, hub_answers_s: float = HUB_LOAD_S, with_weights: bool = True
+) -> tuple[Path, str | None]:
     """Return the file or directory, and the revision of a hub model or the version of a package.
 
     Args:
         reference: Reference of the model.
         hub_answers_s: Time in seconds in which the hub must answer, if it is asked.
+        with_weights: Whether the weights of a hub model are needed.
 
     Raises:
         ModelError: The model is not found.
@@ -47,7 +51,7 @@ def locate(reference: str, *, hub_answers_s: float = HUB_LOAD_S) -> tuple[Path, 
     if reference.startswith("package:"):
         return _locate_in_package(reference)
     if reference.startswith("hub:"):
-        return _locate_in_hub(reference, hub_answers_s)
+        return _locate_in_hub(reference, hub_answers_s, with_weights)
     try:
         path = Path(reference).expanduser()
         exists = path.exists()
@@ -121,7 +125,7 @@ def _undamaged(assemble: Callable[[Path], object], path: Path) -> bool:
     return True
 
 
-def _locate_in_hub(reference: str, answers_s: float) -> tuple[Path, str | None]:
+def _locate_in_hub(reference: str, answers_s: float, with_weights: bool) -> tuple[Path, str | None]:
     name, _, revision = reference.removeprefix("hub:").partition("@")
     if name.count("/") != 1:
         raise ModelError(f"{reference}: a hub model is written hub:ORG/NAME or hub:ORG/NAME@REV")
@@ -132,13 +136,16 @@ def _locate_in_hub(reference: str, answers_s: float) -> tuple[Path, str | None]:
 
     def snapshot(*, local: bool) -> Path:
         folder = snapshot_download(
-            name, revision=revision or None, allow_patterns=_HUB_PATTERNS, local_files_only=local
+            name,
+            revision=revision or None,
+            allow_patterns=[*_HUB_PATTERNS, *([_HUB_WEIGHTS] if with_weights else [])],
+            local_files_only=local,
         )
         return Path(str(folder))
 
     try:
         path = snapshot(local=True)
-        if _is_complete(path):
+        if _is_complete(path, with_weights=with_weights):
             return path, path.name
     except Exception:  # noqa: BLE001, S110 - the hub's errors have no common base; retry below
         pass
@@ -183,8 +190,10 @@ def _check_that_the_hub_answers(reference: str, answers_s: float) -> None:
         )
 
 
-def _is_complete(folder: Path) -> bool:
+def _is_complete(folder: Path, *, with_weights: bool) -> bool:
     """Return whether a download has all files; damaged files are detected when read."""
+    if not with_weights:
+        return all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
     names = {"config.json", "tokenizer.json", "model.safetensors"}
     index = folder / "model.safetensors.index.json"
     if index.is_file():

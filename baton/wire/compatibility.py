@@ -3,7 +3,7 @@
 from batonpb import common_pb2 as pb
 
 from baton.engine.emulated_timing import timing_in
-from baton.engine.settings import ENGINE_MODULES
+from baton.engine.settings import EXTERNAL_KINDS
 from baton.types.geometry import SCALED, KvGeometry
 
 WIRE_MIN = 1
@@ -70,7 +70,7 @@ def emulation(capabilities: pb.Capabilities) -> str:
 def external_engine(capabilities: pb.Capabilities) -> str:
     """Return name and version of an external engine, such as ``vllm 0.32.0``; "" for others."""
     name, _, rest = capabilities.numerics_id.partition("/")
-    return f"{name} {rest.partition('/')[0]}" if name and name in ENGINE_MODULES else ""
+    return f"{name} {rest.partition('/')[0]}" if name in EXTERNAL_KINDS else ""
 
 
 def own_wire() -> pb.WireRange:

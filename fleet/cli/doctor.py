@@ -26,6 +26,7 @@ from fleet.cli.common import (
 from fleet.cli.doctor_edges import measure_edges
 from fleet.local import state as fleet_state
 from fleet.local.checks import preflight
+from fleet.local.checks.attached_servers import attached_servers
 from fleet.local.cluster_pools import call_cluster
 from fleet.local.state import FleetState
 from fleet.pools.checks.findings import Cell
@@ -65,8 +66,8 @@ def doctor(
         _show_cluster(config, address, as_json=as_json)
         return
     with Console(stderr=True).status("checking this machine …"):
-        findings = preflight.doctor(config)
-    if speed:
+        findings = [*preflight.doctor(config), *attached_servers(config)]
+    if speed and not config.is_attached:
         with Console(stderr=True).status("measuring the engine beside plain torch, about 10 s …"):
             findings.append(preflight.engine_speed(config))
     if as_json:

@@ -165,7 +165,9 @@ def _announce(console: Console, supervisor: Supervisor, config: FleetConfig) -> 
     name = config.lanes[0].model_names[0]
     url = supervisor.announced_url
     served = "; ".join(
-        f"{lane.model_names[0]}, {lane.pools.prefill} prefill + {lane.pools.decode} decode"
+        f"{lane.model_names[0]}, attached servers"
+        if lane.pools.is_attached
+        else f"{lane.model_names[0]}, {lane.pools.prefill} prefill + {lane.pools.decode} decode"
         for lane in config.lanes
     )
     asked: dict[str, Any] = {"prompt": "The capital of France is"}

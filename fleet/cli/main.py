@@ -18,6 +18,7 @@ from baton.telemetry.version import version as installed
 _PLACES = {
     "capacity": "fleet.cli.capacity:capacity",
     "up": "fleet.cli.lifecycle:up",
+    "serve": "fleet.cli.serve:serve",
     "down": "fleet.cli.lifecycle:down",
     "status": "fleet.cli.inspection:status",
     "top": "fleet.cli.top:top",

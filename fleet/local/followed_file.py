@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from baton.config.fleet_file import FleetConfig
+from fleet.local.attached_pools import AttachedPools
 from fleet.local.changes import Changes, changes
 from fleet.local.checks.preflight import describe_model
 from fleet.local.cluster_pools import ClusterPools
@@ -12,6 +13,9 @@ from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import tail
 from fleet.local.router_process import RouterProcesses
 from fleet.pools.resources import ControllerSpec
+
+Pools = LocalPools | ClusterPools | AttachedPools
+"""Workers of a fleet, by the program that starts them."""
 
 
 class FollowedFile:
@@ -40,7 +44,9 @@ class FollowedFile:
         self._routers_behind = False  # they failed to follow the last change
 
     def begin(
-        self, pools: LocalPools | ClusterPools | None, spec: Callable[[FleetConfig], ControllerSpec]
+        self,
+        pools: Pools | None,
+        spec: Callable[[FleetConfig], ControllerSpec],
     ) -> None:
         """Read the file and change the workers; ``spec`` returns what a controller is given.
 
@@ -70,7 +76,7 @@ class FollowedFile:
         self,
         plan: Changes,
         routers: RouterProcesses | None,
-        pools: LocalPools | ClusterPools | None,
+        pools: Pools | None,
         logs: Path,
     ) -> str | None:
         """Execute the last step of a change; return None until it is done, then a problem or ""."""

@@ -14,7 +14,7 @@ from fleet.private_logs import open_log
 LOG_LIMIT_BYTES = 16 * 2**20
 # The folder may also have logs of other programs.
 _OURS = (
-    *("router.log", "router-*.log", "redis.log", "controller.log", "ray.log"),
+    *("router.log", "router-*.log", "redis.log", "controller.log", "ray.log", "attached.log"),
     *("worker-*.log", "prefill-*.log", "decode-*.log"),
 )
 

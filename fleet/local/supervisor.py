@@ -24,6 +24,7 @@ import httpx
 from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.telemetry.progress import Progress
 from fleet.local import state as fleet_state
+from fleet.local.attached_pools import AttachedPools
 from fleet.local.audited import audit_here
 from fleet.local.changes import keys_digest
 from fleet.local.checks.machine_fit import missing_files, missing_resources
@@ -31,7 +32,7 @@ from fleet.local.checks.preflight import describe_model, notes
 from fleet.local.cluster_pools import ClusterPools, RayCluster
 from fleet.local.fleet_redis import FleetRedis
 from fleet.local.fleet_token import KnownToken, fleet_token
-from fleet.local.followed_file import FollowedFile
+from fleet.local.followed_file import FollowedFile, Pools
 from fleet.local.handoff_watch import HandoffWatch, read_transfers
 from fleet.local.http_trust import trusted
 from fleet.local.local_pools import LocalPools
@@ -98,7 +99,7 @@ class Supervisor:
         self._redis = FleetRedis(config, self._say)
         self._handoffs: HandoffWatch | None = None
         self._routers: RouterProcesses | None = None
-        self._pools: LocalPools | ClusterPools | None = None
+        self._pools: Pools | None = None
         self._output: OwnOutput | None = None
         self._run_folder = Path()
         self._served = False  # the start is over, and in the audit log
@@ -155,7 +156,7 @@ class Supervisor:
         self._logs = fleet_state.log_folder(self._config, self._name)
         self._token = fleet_token(self._name, self._config)
         missing = missing_files(self._config)
-        if self._cluster is None:
+        if self._cluster is None and not self._config.is_attached:
             missing += missing_resources(self._config)
         if missing:
             raise FleetError("; ".join(missing))
@@ -172,7 +173,8 @@ class Supervisor:
         self._save_state()
         sums = fleet_state.state_folder(self._name) / "transfers.json"
         sums.unlink(missing_ok=True)  # an earlier fleet's sums; a restarted router resumes its own
-        self._progress.awaited = "Ray and the controller"
+        is_attached = self._config.is_attached
+        self._progress.awaited = "the servers" if is_attached else "Ray and the controller"
         if self._cluster is None:  # a private Ray leaves the CPUs idle for half of its start
             self._start_routers(self._routers)
         self._start_workers()
@@ -241,19 +243,19 @@ class Supervisor:
         )
 
     def _start_workers(self) -> None:
-        self._output = OwnOutput(self._logs / "ray.log")
+        if self._config.is_attached:
+            self._pools = AttachedPools(self._config, self._logs)
+            self._pools.start(self._spec(self._config))
+            return
+        log = self._logs / "ray.log"
+        self._output = OwnOutput(log)
         if self._cluster is None:
             self._say("starting Ray")
             self._pools = LocalPools(self._config, self._run_folder / "r")
         else:
             self._say(f"connecting to Ray at {self._cluster.address}")
-            self._pools = ClusterPools(
-                self._config,
-                self._cluster,
-                redis_url=self._redis.url,
-                url=self.announced_url,
-                log=self._logs / "ray.log",
-            )
+            urls = {"redis_url": self._redis.url, "url": self.announced_url}
+            self._pools = ClusterPools(self._config, self._cluster, log=log, **urls)
         self._pools.start(self._spec(self._config))
         self._stop.install()
         self._tell_news()
@@ -313,11 +315,13 @@ class Supervisor:
 
     def _show_start(self) -> None:
         slots = self._slots()
+        if isinstance(self._pools, AttachedPools) and (problem := self._pools.refusal):
+            raise FleetError(problem)
         self._shown.show(slots)
-        waits_for = "the router" if slots else "the controller"
-        self._progress.awaited = late_workers(slots) or waits_for
-        failed = self._shown.failed_start(slots)
-        if failed is not None and not self._adopted:
+        self._progress.awaited = late_workers(slots) or (
+            "the router" if slots else "the controller"
+        )
+        if (failed := self._shown.failed_start(slots)) is not None and not self._adopted:
             name, problem = failed
             raise FleetError(f"{problem}\n{tail(self._logs, name)}")
 
@@ -338,7 +342,8 @@ class Supervisor:
                     silent_s = 0.0
                     slots = self._slots()
                     self._shown.show(slots)
-                    self._note_awaited(slots)
+                    if self._file.note_awaited(late_workers(slots)):  # where `--reconcile` looks
+                        self._note_state()
                 next_look_s = time.monotonic() + _CONTROLLER_POLL_S
                 rotate(self._logs)
             if silent_s > _CONTROLLER_LOST_S:
@@ -376,11 +381,6 @@ class Supervisor:
             if problem is not None:
                 file.changing = None
                 self._end_change(problem)
-
-    def _note_awaited(self, slots: list[dict[str, Any]]) -> None:
-        """Write what a change waits for into the state, where `--reconcile` finds it."""
-        if self._file.note_awaited(late_workers(slots)):
-            self._note_state()
 
     def _end_change(self, problem: str = "") -> None:
         self._say(problem or "the fleet matches its file")

@@ -6,6 +6,7 @@ from typing import Any
 from baton.config.fleet_file import FleetConfig
 
 _GIVE_UP_LIVES = 3  # failed starts of a worker after which the fleet's start fails
+_IN_PLACE = ("ready", "parked", "absent", "unfit")  # the last two are of attached servers
 _NAMED = 3  # late workers that a line names
 
 
@@ -54,4 +55,4 @@ def late_workers(slots: Sequence[dict[str, Any]]) -> str:
 
 def _is_late(slot: dict[str, Any]) -> bool:
     """Return whether a worker is not ready, or has yet to be restarted by a rolling restart."""
-    return slot["phase"] not in ("ready", "parked") or slot.get("renewed_later", False)
+    return slot["phase"] not in _IN_PLACE or slot.get("renewed_later", False)

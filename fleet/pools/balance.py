@@ -65,7 +65,7 @@ class Balance:
 
 
 def always(worker_id: str, role: Role) -> bool:
-    """Allow every turn."""
+    """Return True for every turn."""
     return True
 
 

@@ -202,6 +202,8 @@ def _kv_tiers(config: FleetConfig, worker_id: str) -> KvTierSettings:
 
 def _external(config: FleetConfig) -> ExternalEngine | None:
     vllm = config.pools.vllm
+    if config.pools.llama_server is not None:
+        return ExternalEngine(kind="llama-server", python="")
     if vllm is None:
         return None
     adapters = vllm.serves_adapters and config.adapters.max_loaded > 0
@@ -211,7 +213,7 @@ def _external(config: FleetConfig) -> ExternalEngine | None:
         limits = ("--max-cpu-loras", f"{config.adapters.max_loaded}", "--max-lora-rank", f"{rank}")
     return ExternalEngine(
         kind="vllm",
-        python=vllm.python,
+        python=vllm.python or "",
         args=(*limits, *vllm.args),
         adapters=adapters,
         hand_off=vllm.hand_off or "",

@@ -16,13 +16,20 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 1.0
 
 
-async def erase_forever(engine: EngineHandle, erasures: Erasures, worker_id: str) -> None:
-    """Erase the blocks of deleted tenants, and report their number to Redis."""
-    done: set[str] = set()
+async def erase_forever(
+    engine: EngineHandle, erasures: Erasures, worker_id: str, *, earlier: bool = True
+) -> None:
+    """Erase the blocks of deleted tenants, and report their number to Redis.
+
+    Without ``earlier``, only those of tenants that are deleted from now on.
+    """
+    done: set[str] | None = set() if earlier else None
     unreported: dict[str, dict[str, int]] = {}
     while True:
         try:
             tags = (await erasures.forgotten()).tags
+            if done is None:
+                done = set(tags)
             new = {tag: deletion for tag, deletion in tags.items() if tag not in done}
             for deletion in dict.fromkeys(new.values()):
                 mine = frozenset(bytes.fromhex(tag) for tag in new if new[tag] == deletion)

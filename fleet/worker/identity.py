@@ -22,7 +22,7 @@ def identity_of(settings: WorkerSettings, ready: Ready, address: str) -> common_
         incarnation=secrets.token_bytes(16),
         epoch=settings.epoch,
         role=settings.role,
-        host=socket.gethostname(),
+        host=settings.label or socket.gethostname(),
         address=address,
         pid=ready.pid,
     )

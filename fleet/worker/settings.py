@@ -37,6 +37,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: LogFormat = "text"
     ports: str = ""  # allowed range FIRST-LAST; empty: the kernel chooses
     transports: tuple[str, ...] = ()  # offered besides gRPC; empty: all
+    label: str = ""  # name of the attached server; empty: the worker has its own engine
     probe_s: float = PROBE_S
     idle_sleep_s: float = 0.0  # time without requests before the worker sleeps; 0: never
     trust: TrustRules = TrustRules()  # checked before the engine loads the model

@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,10 @@ class StartContext:
     metrics: Metrics
     registry: Registry
     time: WorkerTime
+
+
+StartEngine = Callable[[StartContext, AsyncExitStack], Awaitable[EngineHandle]]
+"""Starts the engine of a worker; the stack ends it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from fleet.worker.quarantine_watch import QuarantineWatch
 from fleet.worker.settings import PROBE_S, WorkerSettings
 from fleet.worker.start import (
     Publishers,
+    StartEngine,
     check_worker_trust,
     failure_counter,
     make_publishers,
@@ -94,7 +95,9 @@ class Worker:
         self._vital(self._watch_engine(), "engine")
         self._vital(self._watch_quarantine(), "quarantine")
         erasures = Erasures(parts.registry.of_whole_fleet())
-        self._vital(erase_forever(parts.engine, erasures, settings.worker_id), "erasure")
+        earlier = not settings.label  # an attached server's whole cache would be reset
+        erasing = erase_forever(parts.engine, erasures, settings.worker_id, earlier=earlier)
+        self._vital(erasing, "erasure")
         probe = _probe(settings, parts.engine)
         if settings.probe_s:
             self._vital(self._watch_probe(probe), "probe")
@@ -103,8 +106,12 @@ class Worker:
             self._vital(rest, "sleep")
 
     @classmethod
-    async def start(cls, settings: WorkerSettings) -> "Worker":
+    async def start(
+        cls, settings: WorkerSettings, start_engine: StartEngine = start_engine
+    ) -> "Worker":
         """Load the model, start serving, and register. A failure or cancellation cleans up.
+
+        ``start_engine`` starts the engine, or connects to it.
 
         Raises:
             InternalError: The engine did not start, or the worker may not listen.
@@ -119,7 +126,7 @@ class Worker:
             server, address, metrics_address = await start_servers(context, stack)
             ready = engine.client.ready
             identity = identity_of(settings, ready, address)
-            pool = RankPools(engine.client.pools, ready.geometry)
+            pool = RankPools(engine.client.pools, engine.client.pool_geometry)
             decode, prefill = await start_services(context, engine, pool, identity, server, stack)
             record = record_of(settings, identity, ready, metrics_address)
             publishers = make_publishers(context, identity, record, stack)

@@ -53,6 +53,9 @@ class CallLimits:
         return Slo(ttft_s=self.ttft_s or longest_s, itl_s=self.itl_s or longest_s)
 
 
+NO_LIMITS = CallLimits()
+
+
 def _seconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None:
     for name in names:
         raw = headers.get(name)

@@ -32,7 +32,7 @@ class TenantPolicies:
         self._unread = secrets.token_hex(16)
 
     def adopt(self, table: LimitsTable) -> None:
-        """Replace the table."""
+        """Replace the whole table of policies."""
         self.table = table
         self._unread = ""
 

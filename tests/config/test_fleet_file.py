@@ -277,7 +277,10 @@ def test_a_missing_file_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("pools: {engine: fake}", "pools.engine = 'fake': must be `real`, `vllm`, `emulated`, or"),
+        (
+            "pools: {engine: fake}",
+            "pools.engine = 'fake': must be `real`, `vllm`, `llama-server`, `emulated`, or",
+        ),
         ("pools: {engine: {emulated: tpu}}", "must be 'epyc-135m' or 'h100-70b'"),
         ("pools: {engine: emulated}\nspeculation: ngram", "speculation: emulated engines"),
         ("pools: {engine: emulated}\nnumerics: fast", "numerics: fast: emulated engines"),

@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 import psutil
 
-from baton.engine.vllm import http, protocol
+from baton.engine.remote.http import HttpOrigin
+from baton.engine.vllm import protocol
 from baton.engine.vllm.server import GENERATIONS
 from tests.fleet.test_up import Served, wait_for
 from tests.vllm.places import ARGS, MODEL, PYTHON
@@ -87,7 +88,7 @@ def pages_in_use(socket: str) -> int:
 
 
 def vllm_metric(socket: str, name: str) -> float:
-    page = asyncio.run(http.fetch(socket, "GET", "/metrics", 30.0)).decode()
+    page = asyncio.run(HttpOrigin.of_socket(socket).fetch("GET", "/metrics", 30.0)).decode()
     rows = [row for row in page.splitlines() if row.startswith(f"vllm:{name}{{")]
     return sum(float(row.rpartition(" ")[2]) for row in rows)
 
@@ -125,7 +126,9 @@ async def doubtful(socket: str, prompt: list[int], tokens: list[int]) -> list[in
         "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1},
         "cache_salt": os.urandom(16).hex(),
     }
-    answer = await http.fetch(socket, "POST", protocol.GENERATE, 60.0, msgspec.json.encode(body))
+    answer = await HttpOrigin.of_socket(socket).fetch(
+        "POST", protocol.GENERATE, 60.0, msgspec.json.encode(body)
+    )
     rows = msgspec.json.decode(answer)["prompt_logprobs"][len(prompt) :]
     found: list[int] = []
     for token, row in zip(tokens, rows, strict=True):

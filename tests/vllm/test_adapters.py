@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine.llm import LLM
-from baton.engine.vllm import http
+from baton.engine.remote.http import HttpOrigin
 from baton.model.artifact import resolve_model
 from baton.types.params import SamplingParams
 from tests.engine.lora_files import write_adapter
@@ -100,5 +100,5 @@ def ask(fleet: Fleet, model: str) -> list[int]:
 def loaded_adapters(fleet: Fleet) -> list[str]:
     """Return the names of the adapters that vLLM has loaded."""
     (socket,) = sockets(fleet).values()
-    page = asyncio.run(http.fetch(socket, "GET", "/v1/models", 30.0))
+    page = asyncio.run(HttpOrigin.of_socket(socket).fetch("GET", "/v1/models", 30.0))
     return [one["id"] for one in json.loads(page)["data"] if one["parent"]]

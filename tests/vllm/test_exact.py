@@ -41,10 +41,10 @@ async def test_without_the_mode_the_bits_depend_on_the_batch() -> None:
             await server.until_healthy(vllm, f"{folder}/http", lambda line: None)
             facts = await server.read_facts(folder)
             with pytest.raises(InternalError, match="mode is off"):
-                await prove_exact(f"{folder}/http", facts, VOCABULARY)
+                await prove_exact(server.origin_in(folder), facts, VOCABULARY)
             pretended = msgspec.structs.replace(facts, batch_invariant=True)
             with pytest.raises(InternalError, match="in a batch differ from those of"):
-                await prove_exact(f"{folder}/http", pretended, VOCABULARY)
+                await prove_exact(server.origin_in(folder), pretended, VOCABULARY)
         finally:
             vllm.terminate()
             await vllm.wait()

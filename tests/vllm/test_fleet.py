@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from baton.engine.core.sequence import Kind, RequestSpec
-from baton.engine.vllm import http, protocol
+from baton.engine.remote.http import HttpOrigin
+from baton.engine.vllm import protocol
 from baton.types.params import SamplingParams
 from tests.fleet.test_up import Served, wait_for
 from tests.vllm.places import ARGS, MODEL, PYTHON
@@ -169,8 +170,8 @@ async def alone(socket: str, prompt: list[int], max_tokens: int = 12) -> list[in
         tokens.extend(token.token for run in stream.feed(data) for token in run.tokens)
 
     body = protocol.generate_body("alone", prompt, spec, 0, (2,))
-    request = http.request_bytes("POST", protocol.GENERATE, body)
-    assert await (await http.begin(socket, request, take)).done
+    origin = HttpOrigin.of_socket(socket)
+    assert await (await origin.begin("POST", protocol.GENERATE, body, take)).done
     return tokens
 
 
@@ -183,7 +184,7 @@ def test_nothing_is_left_after_many_requests_of_which_half_are_aborted(fleet: Fl
     fleet.wait_until_all_are_ready()
     wait_for(fleet.is_at_rest, 30)
     for socket in sockets(fleet).values():
-        page = asyncio.run(http.fetch(socket, "GET", "/metrics", 30.0)).decode()
+        page = asyncio.run(HttpOrigin.of_socket(socket).fetch("GET", "/metrics", 30.0)).decode()
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             (value,) = [row for row in page.splitlines() if row.startswith(f"vllm:{name}{{")]
             assert float(value.rpartition(" ")[2]) == 0.0, value

@@ -36,7 +36,7 @@ class WaitingQueue:
         return bool(self.items or self.fetching or self.overtaking)
 
     def add(self, item: WaitingItem) -> None:
-        """Queue an item."""
+        """Add an item behind those of its priority."""
         bisect.insort(self.items, item, key=lambda waiting: waiting.request.order)
 
     def add_reservation(self, reservation: Reservation) -> None:

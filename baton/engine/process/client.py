@@ -21,6 +21,7 @@ from baton.engine.settings import ENGINE_MODULES, EngineSettings
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import InternalError
+from baton.types.geometry import KvGeometry
 
 _LOG = logging.getLogger(__name__)
 
@@ -163,6 +164,11 @@ class EngineClient:
     def listen(self, listener: OnReport) -> None:
         """Call ``listener`` in the event loop for each report since the start, in order."""
         self._inbox.listen(listener)
+
+    @property
+    def pool_geometry(self) -> KvGeometry:
+        """Shape of the pools of all ranks together."""
+        return self.ready.geometry
 
     @property
     def pid(self) -> int:

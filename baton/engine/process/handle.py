@@ -12,6 +12,7 @@ import msgspec
 from baton.engine.ipc import give_back
 from baton.engine.process import messages
 from baton.engine.process.client import EngineClient
+from baton.engine.process.link import InnerLink
 from baton.engine.process.step_rates import StepRates
 from baton.engine.settings import EngineSettings
 from baton.telemetry.alive_clock import ALIVE
@@ -36,7 +37,7 @@ _RECENT_STEPS = 64
 class EngineHandle:
     """Engine shared by the two services of a worker."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient | InnerLink) -> None:
         total = client.ready.geometry.num_blocks
         self.client = client
         self.load = ev.StepDone(blocks=BlockCounts(total=total, free=total))

@@ -9,7 +9,7 @@ import msgspec
 
 from baton.engine.process import messages
 from baton.engine.process.adapter_cache import AdapterCache
-from baton.engine.vllm import http
+from baton.engine.remote.http import HttpOrigin
 from baton.engine.vllm.protocol import adapter_model
 from baton.model.lora_artifact import read_adapter
 from baton.model.model_config import ModelConfig
@@ -27,7 +27,7 @@ class VllmAdapters:
 
     Args:
         most: Number of adapters that are loaded at most.
-        socket: Path of vLLM's socket.
+        origin: vLLM's server.
         config: Configuration of the model that the adapters change.
         send: Sends reports to the shell.
         begin: Starts a request whose adapter is loaded.
@@ -37,14 +37,14 @@ class VllmAdapters:
     def __init__(
         self,
         most: int,
-        socket: str,
+        origin: HttpOrigin,
         config: ModelConfig,
         send: Callable[..., None],
         begin: Callable[[messages.Submit], None],
         tasks: BackgroundTasks,
     ) -> None:
         self._cache: AdapterCache[messages.Submit] = AdapterCache(most)
-        self._socket = socket
+        self._origin = origin
         self._config = config
         self._send = send
         self._begin = begin
@@ -107,7 +107,7 @@ class VllmAdapters:
 
     async def _call(self, verb: str, body: dict[str, str]) -> None:
         target = f"/v1/{verb}_lora_adapter"
-        await http.fetch(self._socket, "POST", target, _LOAD_S, msgspec.json.encode(body))
+        await self._origin.fetch("POST", target, _LOAD_S, msgspec.json.encode(body))
 
     def _changed(self, ref: AdapterRef, what: str, load_s: float = 0.0) -> None:
         held = self._cache.held

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from baton.engine.vllm import http, protocol
+from baton.engine.remote.http import HttpOrigin, StatusError
+from baton.engine.vllm import protocol
 from baton.types.errors import UnavailableError
 
 _ANSWER_S = 8.0  # for vLLM's API server to respond, which is slow on busy cores
@@ -20,13 +21,13 @@ class VllmControl:
     """Calls of one vLLM.
 
     Args:
-        vllm: Process of its API server.
-        socket: Path of its socket.
+        origin: Its API server.
+        has_exited: Returns whether the server's process is known to have ended.
     """
 
-    def __init__(self, vllm: asyncio.subprocess.Process, socket: str) -> None:
-        self._vllm = vllm
-        self._socket = socket
+    def __init__(self, origin: HttpOrigin, has_exited: Callable[[], bool] = lambda: False) -> None:
+        self._origin = origin
+        self._has_exited = has_exited
 
     async def watch(self, alive: Callable[[], None], dead: Callable[[str], None]) -> None:
         """Call ``alive`` as long as the API server responds, ``dead`` if its engine core is."""
@@ -34,7 +35,7 @@ class VllmControl:
             await asyncio.sleep(_POLL_S)
             try:
                 await self._ask()
-            except http.StatusError as error:  # 503: its engine core is dead
+            except StatusError as error:  # 503: its engine core is dead
                 dead(error.message)
             except UnavailableError as error:
                 log(error.message)
@@ -44,7 +45,7 @@ class VllmControl:
     async def is_dying(self) -> bool:
         """Return whether vLLM exits, or reports a dead engine, soon after an internal error."""
         for _ in range(_DEATH_CHECKS):
-            if self._vllm.returncode is not None:
+            if self._has_exited():
                 return True
             try:
                 await self._ask()
@@ -57,20 +58,20 @@ class VllmControl:
         """Abort the vLLM request of a choice; its response comes nevertheless."""
         body = protocol.abort_body(request_id, choice)
         with contextlib.suppress(UnavailableError):  # vLLM computes the prompt to its end
-            await http.fetch(self._socket, "POST", protocol.ABORT, _ANSWER_S, body)
+            await self._origin.fetch("POST", protocol.ABORT, _ANSWER_S, body)
 
     async def erase_cache(self) -> bool:
         """Erase the whole cache, also of running requests; return whether vLLM did."""
         target = "/reset_prefix_cache?reset_running_requests=true"
         try:
-            raw = await http.fetch(self._socket, "POST", target, _ERASE_S)
+            raw = await self._origin.fetch("POST", target, _ERASE_S)
         except UnavailableError as error:
             log(error.message)
             return False
         return bool(msgspec.json.decode(raw)["success"])
 
     async def _ask(self) -> None:
-        await http.fetch(self._socket, "GET", "/health", _ANSWER_S)
+        await self._origin.fetch("GET", "/health", _ANSWER_S)
 
 
 def log(text: str) -> None:

@@ -1,10 +1,11 @@
 """Connections to vLLM's sockets with KV events: the stream, and the replay of missing batches."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from baton.engine.remote.cached_prefixes import CachedPrefixes, Work
 from baton.engine.vllm.kv_events import REPLAY_END, CachedBlocks, EventOrder
 from baton.types.errors import InternalError
 from baton.types.events import CacheChanged
@@ -19,20 +20,22 @@ _RETRY_S = 1.0
 
 
 class KvEventsClient:
-    """Reader of the events of one vLLM, which keeps ``cached`` up to date.
+    """Reader of the events of one rank of a vLLM, which keeps ``cached`` up to date.
 
     Args:
-        folder: Folder with the sockets ``events`` and ``replay``.
-        on_change: Called with each change of Baton's index.
+        stream: ZeroMQ endpoint of the events.
+        replay: Endpoint that repeats them; empty: none, and events that are missed stay unknown.
         log: Called with one line of text for each gap.
+
+    Attributes:
+        on_change: Called with each change of Baton's index.
     """
 
-    def __init__(
-        self, folder: str, on_change: Callable[[CacheChanged], None], log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, stream: str, replay: str, log: Callable[[str], None]) -> None:
         self.cached = CachedBlocks()
-        self._folder = folder
-        self._on_change = on_change
+        self.on_change: Callable[[CacheChanged], None] = lambda _: None
+        self._stream = stream
+        self._replay_at = replay
         self._log = log
         self._order = EventOrder()
         self._gap = asyncio.Event()
@@ -46,7 +49,7 @@ class KvEventsClient:
         """Read events until this is cancelled."""
         with self._context.socket(zmq.SUB) as events:
             events.subscribe(b"")
-            events.connect(f"ipc://{self._folder}/events")
+            events.connect(self._stream)
             self._gap.set()  # requests what was published before
             while True:
                 self._live(await events.recv_multipart())
@@ -57,6 +60,9 @@ class KvEventsClient:
             await self._gap.wait()
             self._gap.clear()
             while (number := self._order.missing_from) is not None:
+                if not self._replay_at:
+                    self._replay_ended()
+                    continue
                 try:
                     await self._replay(number)
                 except TimeoutError:
@@ -73,7 +79,7 @@ class KvEventsClient:
         with self._context.socket(zmq.DEALER) as replay:
             replay.linger = 0
             replay.rcvhwm = 0  # vLLM discards what its peer does not take at once
-            replay.connect(f"ipc://{self._folder}/replay")
+            replay.connect(self._replay_at)
             await replay.send_multipart([b"", number.to_bytes(8, "big")])
             has_more = True
             while has_more:
@@ -88,11 +94,14 @@ class KvEventsClient:
         if at != REPLAY_END:
             self._apply(self._order.replayed(at, payload))
             return True
+        self._replay_ended()
+        return False
+
+    def _replay_ended(self) -> None:
         if self._order.replay_ended():
             self._log("KV events are lost: forgetting the cached blocks of this worker")
-            self._on_change(self.cached.clear())
+            self.on_change(self.cached.clear())
         self._apply(self._order.take_ready())
-        return False
 
     def _apply(self, payloads: list[bytes]) -> None:
         for payload in payloads:
@@ -101,4 +110,57 @@ class KvEventsClient:
             except msgspec.DecodeError as error:
                 raise InternalError(f"vLLM sent KV events of an unknown format: {error}") from None
             if change.stored or change.removed:
-                self._on_change(change)
+                self.on_change(change)
+
+
+class EventPrefixes(CachedPrefixes):
+    """What a vLLM has cached, by its KV events.
+
+    Args:
+        clients: Readers of the events, one for each data-parallel rank.
+        block_tokens: Tokens of one of its blocks.
+        on_change: Called with each change of Baton's index.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[KvEventsClient],
+        block_tokens: int,
+        on_change: Callable[[CacheChanged], None],
+    ) -> None:
+        self._clients = clients
+        self._block_tokens = block_tokens
+        self._on_change = on_change
+        for client in clients:
+            client.on_change = on_change if len(clients) == 1 else self._merge
+
+    @property
+    def held_blocks(self) -> int:
+        """Number of Baton's blocks that all ranks have cached together."""
+        return sum(client.cached.held_blocks for client in self._clients)
+
+    def works(self) -> list[Work]:
+        """Return the tasks that read the events."""
+        reading = [(client.run(), "kv events") for client in self._clients]
+        return [*reading, *((client.fill_gaps(), "kv event gaps") for client in self._clients)]
+
+    def cached_tokens(self, hashes: Sequence[bytes]) -> int:
+        """Return the most tokens of a prompt that a rank has cached."""
+        size = self._block_tokens
+        return max(client.cached.cached_tokens(hashes, size) for client in self._clients)
+
+    def close(self) -> None:
+        """Close the sockets of all ranks."""
+        for client in self._clients:
+            client.close()
+
+    def _merge(self, change: CacheChanged) -> None:
+        """Report blocks of the first rank that stores them, and their removal by the last one."""
+        holders = {
+            name: sum(client.cached.holds(name) for client in self._clients)
+            for name in (*change.stored, *change.removed)
+        }
+        stored = tuple(name for name in change.stored if holders[name] == 1)
+        removed = tuple(name for name in change.removed if not holders[name])
+        if stored or removed:
+            self._on_change(CacheChanged(stored, removed))

@@ -2,8 +2,7 @@
 
 from typing import Protocol
 
-from baton.engine.vllm.live_request import LiveRequest
-from baton.engine.vllm.protocol import Parameters
+from baton.engine.remote.live_request import LiveRequest, Parameters
 
 
 class HandOff(Protocol):

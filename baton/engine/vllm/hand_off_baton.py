@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from baton.engine.remote.live_request import LiveRequest, Parameters, Saved
 from baton.engine.vllm import protocol
+from baton.engine.vllm.facts import VllmFacts
 from baton.engine.vllm.hand_off import HandOff
-from baton.engine.vllm.live_request import LiveRequest, Saved
-from baton.engine.vllm.protocol import Parameters
-from baton.engine.vllm.server import GENERATIONS, SAVES, VllmFacts
+from baton.engine.vllm.server import GENERATIONS, SAVES
 from baton.engine.vllm.staging import Staging
 
 _SAVED = struct.Struct("<qqqqq")  # generation of a hand-off, saved pages, layers of all, rank

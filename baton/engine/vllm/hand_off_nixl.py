@@ -13,9 +13,8 @@ prompt fills its last block. B reads A's last block twice then, and overwrites t
 
 import msgspec
 
+from baton.engine.remote.live_request import LiveRequest, Parameters
 from baton.engine.vllm.hand_off import HandOff
-from baton.engine.vllm.live_request import LiveRequest
-from baton.engine.vllm.protocol import Parameters
 from baton.types.errors import InternalError
 from baton.types.geometry import BLOCK_TOKENS
 

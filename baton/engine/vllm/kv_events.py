@@ -119,6 +119,10 @@ class CachedBlocks:
         """Number of Baton's blocks that vLLM holds."""
         return len(self._held)
 
+    def holds(self, block_hash: bytes) -> bool:
+        """Return whether vLLM holds a block of Baton."""
+        return block_hash in self._held
+
     def cached_tokens(self, hashes: Sequence[bytes], block_tokens: int) -> int:
         """Return the cached tokens of a prompt with these block hashes, in whole vLLM blocks."""
         tokens = 0

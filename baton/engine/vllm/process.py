@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,20 @@ from pathlib import Path
 import msgspec
 
 from baton.engine.process import messages
+from baton.engine.remote.http import HttpOrigin
 from baton.engine.settings import EngineSettings, ExternalEngine
 from baton.engine.vllm import server
-from baton.engine.vllm.engine import VllmEngine
+from baton.engine.vllm.control import VllmControl, log
+from baton.engine.vllm.engine import VllmEngine, VllmParts
+from baton.engine.vllm.events_client import EventPrefixes, KvEventsClient
+from baton.engine.vllm.facts import VllmFacts
+from baton.engine.vllm.hand_off import HandOff
+from baton.engine.vllm.hand_off_baton import BatonHandOff
+from baton.engine.vllm.hand_off_nixl import NixlHandOff
 from baton.engine.vllm.selftest import prove_exact
 from baton.model.artifact import resolve_model
 from baton.model.locate import locate
+from baton.model.model_config import ModelConfig
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import InternalError
 
@@ -99,19 +108,19 @@ class VllmProcess:
         arguments = server.command(self._external, settings, path, Path(self._folder), pool)
         vllm = await server.start(arguments, settings.threads, self._external)
         try:
-            await server.until_healthy(vllm, f"{self._folder}/http", self._progress)
+            origin = server.origin_in(self._folder)
+            await server.until_healthy(vllm, origin, self._progress)
             facts = await server.read_facts(self._folder, self._external.hand_off)
             artifact = await describing
             geometry = facts.geometry(artifact)
             config = artifact.config
             if settings.numerics == "exact":
                 self._progress("checking that vLLM's numerics are exact")
-                proof = await prove_exact(f"{self._folder}/http", facts, config.vocab_size)
+                proof = await prove_exact(origin, facts, config.vocab_size)
                 facts = msgspec.structs.replace(facts, exact=proof)
             if self._external.hand_off == "baton":
                 self._check_pool(geometry.pool_bytes)
-            max_adapters = settings.max_adapters if self._external.adapters else 0
-            self._engine = VllmEngine(self._send, vllm, self._folder, facts, config, max_adapters)
+            self._engine = self._translator(vllm, origin, facts, config)
             self._send(
                 messages.Ready(
                     pid=vllm.pid,
@@ -132,6 +141,22 @@ class VllmProcess:
             if self._engine is not None:
                 await self._engine.close()
             await _terminate(vllm)
+
+    def _translator(
+        self,
+        vllm: asyncio.subprocess.Process,
+        origin: HttpOrigin,
+        facts: VllmFacts,
+        config: ModelConfig,
+    ) -> VllmEngine:
+        parts = VllmParts(
+            origin,
+            VllmControl(origin, lambda: vllm.returncode is not None),
+            event_prefixes(self._folder, facts, self._send),
+            hand_off_of(self._folder, facts, self._send),
+        )
+        max_adapters = self._settings.max_adapters if self._external.adapters else 0
+        return VllmEngine(self._send, parts, facts, config, max_adapters)
 
     def end(self, why: str) -> None:
         """End this process, because of ``why`` if that is not empty."""
@@ -157,6 +182,19 @@ class VllmProcess:
     def _send(self, *reports: messages.Report) -> None:
         if reports and not self._writer.is_closing():
             self._writer.write(messages.frame(reports))
+
+
+def event_prefixes(folder: str, facts: VllmFacts, send: Callable[..., None]) -> EventPrefixes:
+    """Return what a vLLM that was started with this folder has cached."""
+    client = KvEventsClient(f"ipc://{folder}/events", f"ipc://{folder}/replay", log)
+    return EventPrefixes([client], facts.block_tokens, send)
+
+
+def hand_off_of(folder: str, facts: VllmFacts, send: Callable[..., None]) -> HandOff:
+    """Return the way of KV between vLLMs that were started so."""
+    if facts.hand_off.startswith("baton/"):
+        return BatonHandOff(folder, facts, send)
+    return NixlHandOff(facts.block_tokens)
 
 
 async def _terminate(vllm: asyncio.subprocess.Process) -> None:

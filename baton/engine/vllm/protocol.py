@@ -12,6 +12,7 @@ import msgspec
 
 from baton.engine.core.model_runner import RunnerCapabilities
 from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.remote.live_request import Parameters
 from baton.types import events as ev
 from baton.types.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 from baton.types.params import AdapterRef, SampledToken, SamplingParams
@@ -23,9 +24,7 @@ CAPABILITIES = RunnerCapabilities(
     engine="vLLM workers", grammars=True, bad_words=False, adapters=True
 )
 
-Parameters = dict[str, Any]
-"""``kv_transfer_params`` of one choice, as vLLM returns and takes them."""
-
+_EVENT_BYTES = 8 << 20  # of a stream; one token with 20 alternatives has about 2 KB
 _SEED_MASK = (1 << 63) - 1  # vLLM takes signed 64-bit seeds
 
 
@@ -251,6 +250,8 @@ class ChoiceStream:
             BatonError: vLLM ended the request with an error.
         """
         *events, self._buffer = (self._buffer + data).split(b"\n\n")
+        if len(self._buffer) > _EVENT_BYTES:
+            raise InternalError(f"vLLM sent an event of more than {_EVENT_BYTES} bytes")
         tokens: list[ev.Tokens] = []
         for event in events:
             payload = event.removeprefix(b"data: ")
@@ -295,6 +296,8 @@ def _sampled(
 ) -> SampledToken:
     if alternatives is None or content is None:
         return SampledToken(token)
+    if position >= len(content):
+        raise InternalError("vLLM sent fewer log-probabilities than tokens")
     scored = content[position]
     ranked = sorted(
         (candidate for candidate in scored.top_logprobs if candidate.rank is not None),
@@ -349,6 +352,16 @@ def read_chunk(payload: bytes) -> Chunk:
         return _decoder.decode(payload)
     except msgspec.DecodeError as error:
         raise InternalError(f"vLLM sent {payload[:200]!r}, which is not a chunk: {error}") from None
+
+
+def error_in(body: bytes, status: int) -> BatonError:
+    """Return the error of a response with another status than 200."""
+    try:
+        refused = read_chunk(body).error or ErrorBody(f"it answered with status {status}")
+    except InternalError:
+        text = body[:200].decode(errors="replace")
+        refused = ErrorBody(f"it answered with status {status}: {text}")
+    return error_of(refused, status)
 
 
 def error_of(error: ErrorBody, status: int | None) -> BatonError:

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton.engine.vllm.http import fetch
+from baton.engine.remote.http import HttpOrigin
+from baton.engine.vllm.facts import VllmFacts
 from baton.engine.vllm.protocol import GENERATE, LogProbs, Usage
-from baton.engine.vllm.server import VllmFacts
 from baton.types.errors import InternalError, UnavailableError
 
 _PROMPTS = 8
@@ -49,7 +49,7 @@ class Response(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[dict[int, _PromptToken] | None, ...] | None = None
 
 
-async def prove_exact(socket_path: str, facts: VllmFacts, vocab_size: int) -> str:
+async def prove_exact(origin: HttpOrigin, facts: VllmFacts, vocab_size: int) -> str:
     """Compare the paths on the running server; return a digest of the bits of one prompt.
 
     Raises:
@@ -60,7 +60,7 @@ async def prove_exact(socket_path: str, facts: VllmFacts, vocab_size: int) -> st
             "numerics: exact: vLLM's batch-invariant mode is off, because the environment of "
             "`baton up` sets VLLM_BATCH_INVARIANT=0: remove it, or set `numerics: fast`"
         )
-    return await _Paths(socket_path).compare(probes(facts, vocab_size))
+    return await _Paths(origin).compare(probes(facts, vocab_size))
 
 
 def probes(facts: VllmFacts, vocab_size: int) -> list[list[int]]:
@@ -119,8 +119,8 @@ def check_equal(path: str, alone: Sequence[Scores], others: Sequence[Scores]) ->
 
 
 class _Paths:
-    def __init__(self, socket_path: str) -> None:
-        self._socket = socket_path
+    def __init__(self, origin: HttpOrigin) -> None:
+        self._origin = origin
 
     async def compare(self, prompts: Sequence[list[int]]) -> str:
         salts = [os.urandom(16).hex() for _ in prompts]
@@ -173,7 +173,7 @@ class _Paths:
 
     async def _post(self, target: str, body: bytes = b"") -> bytes:
         try:
-            return await fetch(self._socket, "POST", target, _LIMIT_S, body)
+            return await self._origin.fetch("POST", target, _LIMIT_S, body)
         except UnavailableError as error:
             raise InternalError(
                 "numerics: exact: vLLM fails in its batch-invariant mode, see the worker's engine "

@@ -4,22 +4,19 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from baton.config.network import is_loopback
 from baton.engine.parent import die_with_parent
+from baton.engine.remote.http import HttpOrigin
 from baton.engine.settings import EngineSettings, ExternalEngine
-from baton.engine.vllm.http import fetch
-from baton.model.artifact import ModelArtifact
+from baton.engine.vllm.facts import VllmFacts, facts_of, hand_off_id
 from baton.types.errors import InternalError, UnavailableError
-from baton.types.geometry import BLOCK_TOKENS, KvGeometry
 
 _INSIDE = Path(__file__).parent / "inside"
 _POLL_S = 0.2
 _PROGRESS_S = 5.0
-_DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "fp8": "fp8", "int8": "int8"}
 GENERATIONS = "generations"
 """File of vLLM's folder with the generation of each page, see ``staging.py``."""
 
@@ -28,71 +25,6 @@ SAVES = "saves"
 
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _LOGPROBS = 21  # the 20 alternatives of a client, and the sampled token
-
-
-class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a running vLLM.
-
-    Attributes:
-        block_tokens: Tokens of one of its blocks.
-        width: Ranks of its tensor parallelism times those of its pipeline.
-        step_tokens: Largest number of tokens of an engine step.
-        batch_invariant: Whether its batch-invariant mode is on.
-        hand_off: Way of its KV to other vLLMs, see ``hand_off_id``; empty: there is none.
-        exact: Digest of bits that it computes on every path; empty: ``exact`` was not proven.
-    """
-
-    version: str
-    block_tokens: int
-    blocks: int
-    max_context_tokens: int
-    dtype: str
-    kv_dtype: str
-    attention: str
-    width: int
-    step_tokens: int
-    batch_invariant: bool = False
-    hand_off: str = ""
-    exact: str = ""
-
-    @property
-    def numerics_id(self) -> str:
-        """Id that is equal for workers whose KV and tokens are comparable."""
-        proven = f"/exact/{self.exact}" if self.exact else ""
-        kinds = f"{self.dtype}/{self.kv_dtype}/{self.attention}/tp{self.width}"
-        return f"vllm/{self.version}/{kinds}{proven}"
-
-    @property
-    def pool_blocks(self) -> int:
-        """Number of Baton's blocks in the KV pool."""
-        return self.blocks * self.block_tokens // BLOCK_TOKENS
-
-    def geometry(self, artifact: ModelArtifact) -> KvGeometry:
-        """Return the shape of the KV pool in Baton's blocks.
-
-        Raises:
-            InternalError: Its blocks cannot be divided into Baton's.
-        """
-        if self.block_tokens % BLOCK_TOKENS:
-            raise InternalError(
-                f"vLLM's block size is {self.block_tokens}, which is not a multiple of "
-                f"{BLOCK_TOKENS}: set `--block-size` in pools.vllm.args"
-            )
-        return KvGeometry(
-            num_layers=artifact.config.num_layers,
-            num_kv_heads=artifact.config.num_kv_heads,
-            head_dim=artifact.config.head_dim,
-            num_blocks=self.pool_blocks,
-            dtype=self.kv_dtype,
-        )
-
-
-def hand_off_id(kind: str, block_tokens: int) -> str:
-    """Return what two workers must share to hand over, beside their numerics; "" for no hand-off.
-
-    The numerics id has vLLM's version, which determines the version of the connector.
-    """
-    return f"{kind}/block{block_tokens}" if kind else ""
 
 
 def command(
@@ -219,7 +151,7 @@ def _own_environment() -> dict[str, str]:
 
 
 async def until_healthy(
-    process: asyncio.subprocess.Process, socket_path: str, progress: Callable[[str], None]
+    process: asyncio.subprocess.Process, origin: HttpOrigin, progress: Callable[[str], None]
 ) -> None:
     """Wait until the server takes requests; ``progress`` receives a line now and then.
 
@@ -235,7 +167,7 @@ async def until_healthy(
                 f"`vllm serve` exited with code {process.returncode}; see the worker's engine log"
             )
         try:
-            await fetch(socket_path, "GET", "/health", 2.0)
+            await origin.fetch("GET", "/health", 2.0)
         except UnavailableError:
             waited_s = loop.time() - began_s
             if waited_s >= due_s:
@@ -246,15 +178,20 @@ async def until_healthy(
             return
 
 
+def origin_in(folder: str) -> HttpOrigin:
+    """Return the server of a vLLM that was started with this folder."""
+    return HttpOrigin.of_socket(f"{folder}/http")
+
+
 async def read_facts(folder: str, hand_off: str = "") -> VllmFacts:
     """Return the properties of the running server, which was started with a ``hand_off``.
 
     Raises:
         InternalError: This version of vLLM does not report them as expected.
     """
-    socket_path = f"{folder}/http"
-    version = msgspec.json.decode(await fetch(socket_path, "GET", "/version", 10.0))["version"]
-    raw = await fetch(socket_path, "GET", "/server_info?config_format=json", 60.0)
+    origin = origin_in(folder)
+    version = msgspec.json.decode(await origin.fetch("GET", "/version", 10.0))["version"]
+    raw = await origin.fetch("GET", "/server_info?config_format=json", 60.0)
     try:
         facts = facts_of(version, msgspec.json.decode(raw))
     except (KeyError, TypeError, ValueError) as error:
@@ -265,33 +202,3 @@ async def read_facts(folder: str, hand_off: str = "") -> VllmFacts:
     if hand_off == "baton":
         way += f"/{(Path(folder) / 'order').read_text()}"
     return msgspec.structs.replace(facts, hand_off=way)
-
-
-def facts_of(version: str, info: Mapping[str, Any]) -> VllmFacts:
-    """Return the properties that ``/server_info`` reports."""
-    config = info["vllm_config"]
-    cache = config["cache_config"]
-    model = config["model_config"]
-    parallel = config["parallel_config"]
-    device = config["device_config"]["device"]
-    backend = config["attention_config"]["backend"] or "auto"
-    dtype = _dtype(model["dtype"])
-    kv = cache["cache_dtype"]
-    return VllmFacts(
-        version=version,
-        block_tokens=cache["block_size"],
-        blocks=cache["num_gpu_blocks"],
-        max_context_tokens=model["max_model_len"],
-        dtype=dtype,
-        kv_dtype=dtype if kv == "auto" else _dtype(kv),
-        attention=f"{device}-{backend}",
-        width=parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"],
-        step_tokens=config["scheduler_config"]["max_num_batched_tokens"],
-        batch_invariant=bool(info["vllm_env"]["VLLM_BATCH_INVARIANT"]),
-    )
-
-
-def _dtype(name: str) -> str:
-    """Return Baton's name of a dtype such as ``torch.bfloat16`` or ``fp8_e4m3``."""
-    plain = name.removeprefix("torch.").partition("_")[0]
-    return _DTYPES[plain]

@@ -24,8 +24,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.engine.vllm.live_request import LiveRequest, Saved, saved_by_all
-from baton.engine.vllm.protocol import Parameters
+from baton.engine.remote.live_request import LiveRequest, Parameters, Saved, saved_by_all
 from baton.types import events as ev
 from baton.types.errors import InternalError
 from baton.types.geometry import BLOCK_TOKENS

@@ -145,6 +145,8 @@ def _small_pool(config: FleetConfig) -> str:
     from baton.engine.loading.memory import pool_geometry
     from baton.model.artifact import resolve_model
 
+    if config.pools.is_attached:
+        return ""  # its servers have their pools
     needed = config.max_context_tokens or 0
     blocks = config.kv_blocks_per_worker
     if blocks == "auto":
@@ -170,7 +172,9 @@ def _small_pool(config: FleetConfig) -> str:
 def doctor(config: FleetConfig) -> list[Finding]:
     """Run all checks; none starts a process of the fleet."""
     of_lanes = (lane.pools.vllm for lane in config.lanes)
-    engines = dict.fromkeys((one.python, one.hand_off) for one in of_lanes if one is not None)
+    engines = dict.fromkeys(
+        (one.python, one.hand_off) for one in of_lanes if one is not None and one.python is not None
+    )
     return [
         _finding("python", lambda: f"{sys.version.split()[0]} at {sys.executable}"),
         _finding("packages", _packages),
@@ -212,9 +216,15 @@ def _checked_model(config: FleetConfig) -> ModelFinding:
     from baton.text.vocabulary_match import check_same_vocabulary
 
     external = config.pools.engine.external is not None
-    artifact = resolve_model(config.model, allow_unsupported=external, hub_answers_s=HUB_CHECK_S)
+    artifact = resolve_model(
+        config.model,
+        allow_unsupported=external,
+        hub_answers_s=HUB_CHECK_S,
+        with_weights=not config.pools.is_attached,
+    )
     check_trust(artifact, config.gates.trust())
-    if external and artifact.format != "safetensors":
+    starts = external and not config.pools.is_attached
+    if starts and artifact.format != "safetensors":
         raise ValueError(f"model: vLLM workers load a Hugging Face directory, not {config.model}")
     if config.speculation.draft:
         draft = resolve_model(config.speculation.draft, hub_answers_s=HUB_CHECK_S)

@@ -107,7 +107,9 @@ class NodeProbe:
         from baton.engine.vllm.interpreter import vllm_version
 
         vllm = self._config.pools.vllm
-        return "" if vllm is None else vllm_version(vllm.python, vllm.hand_off)
+        if vllm is None or vllm.python is None:
+            return ""
+        return vllm_version(vllm.python, vllm.hand_off)
 
     def _sums(self) -> str:
         from baton.engine.cpu.native import library

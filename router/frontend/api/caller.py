@@ -8,7 +8,7 @@ from baton.types.errors import InvalidRequestError
 from router.frontend.api.bodies.fields import Ignored
 from router.frontend.api.call_headers import client_id_of
 from router.frontend.off_loop import TENANT
-from router.frontend.slo import CallLimits
+from router.frontend.slo import NO_LIMITS, CallLimits
 from router.process import Process
 from router.request import Mode, Routed
 
@@ -27,7 +27,7 @@ class Caller:
     traceparent: str = ""
     min_priority: int | None = None
     client_id: str = ""
-    limits: CallLimits = CallLimits()
+    limits: CallLimits = NO_LIMITS
     models: tuple[str, ...] | None = None
     key_id: str = ""
     routed: Routed | None = None

@@ -27,7 +27,7 @@ class Accepting(Protocol):
     """Accepts connections of one listening socket until it is closed."""
 
     async def close(self) -> None:
-        """Accept no more."""
+        """Accept no more connections of clients."""
 
 
 Accept = Callable[[int], Accepting]

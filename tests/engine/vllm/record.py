@@ -18,9 +18,10 @@ import zmq
 import zmq.asyncio
 
 from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.remote.http import HttpOrigin
+from baton.engine.remote.live_request import Parameters
 from baton.engine.settings import EngineSettings, ExternalEngine
-from baton.engine.vllm import http, protocol, selftest, server
-from baton.engine.vllm.protocol import Parameters
+from baton.engine.vllm import protocol, selftest, server
 from baton.types.params import SamplingParams
 from fleet.ports import chosen_port
 from tests.vllm.places import ARGS, MODEL, PYTHON
@@ -57,8 +58,8 @@ async def generate(
 ) -> bytes:
     parts: list[bytes] = []
     body = protocol.generate_body("r", prompt, of, 0, EOS, parameters)
-    request = http.request_bytes("POST", protocol.GENERATE, body)
-    exchange = await http.begin(f"{folder}/http", request, parts.append)
+    origin = server.origin_in(folder)
+    exchange = await origin.begin("POST", protocol.GENERATE, body, parts.append)
     await exchange.done
     return b"".join(parts)
 
@@ -90,8 +91,8 @@ async def listen(path: str, kind: int, seconds: float) -> list[list[bytes]]:
     return received
 
 
-async def record_info(socket: str) -> None:
-    info = json.loads(await http.fetch(socket, "GET", "/server_info?config_format=json", 60.0))
+async def record_info(origin: HttpOrigin) -> None:
+    info = json.loads(await origin.fetch("GET", "/server_info?config_format=json", 60.0))
     config = info["vllm_config"]
     kept = {part: {name: config[part][name] for name in names} for part, names in KEPT.items()}
     mode = {"VLLM_BATCH_INVARIANT": info["vllm_env"]["VLLM_BATCH_INVARIANT"]}
@@ -101,28 +102,28 @@ async def record_info(socket: str) -> None:
 
 async def record_exact(folder: str) -> None:
     """Record the scores of a prompt alone, in a batch, and behind its cached prefix."""
-    socket = f"{folder}/http"
-    await record_info(socket)
+    origin = server.origin_in(folder)
+    await record_info(origin)
 
     async def scores(prompt: list[int], salt: str, **more: int) -> bytes:
         body = selftest.score_body(prompt, salt, 4, **more)
-        return await http.fetch(socket, "POST", protocol.GENERATE, 60.0, body)
+        return await origin.fetch("POST", protocol.GENERATE, 60.0, body)
 
     alone = await scores(PROBE, "one", prompt_logprobs=0)
     cached = await scores(PROBE, "one")
     others = [scores(LONG, f"{number}", prompt_logprobs=0) for number in range(7)]
-    await http.fetch(socket, "POST", "/pause?mode=keep", 30.0)
+    await origin.fetch("POST", "/pause?mode=keep", 30.0)
     asked = asyncio.gather(scores(PROBE, "two", prompt_logprobs=0), *others)
     await asyncio.sleep(0.5)
-    await http.fetch(socket, "POST", "/resume", 30.0)
+    await origin.fetch("POST", "/resume", 30.0)
     batch, *_ = await asked
     for name, data in (("alone", alone), ("batch", batch), ("cached", cached)):
         (RECORDED / f"scores_{name}.json").write_bytes(data)
 
 
 async def record(folder: str) -> None:
-    socket = f"{folder}/http"
-    await record_info(socket)
+    origin = server.origin_in(folder)
+    await record_info(origin)
     for name, params in PARAMS.items():
         (RECORDED / f"{name}.sse").write_bytes(await generate(folder, FRANCE, spec(params)))
     too_long = await generate(folder, [504] * 5000, spec(PARAMS["length"]))
@@ -133,7 +134,7 @@ async def record(folder: str) -> None:
         cached = await generate(folder, LONG, spec(PARAMS["length"], seed))
     cached = await generate(folder, LONG, spec(PARAMS["length"], seed))
     (RECORDED / "cached.sse").write_bytes(cached)
-    await http.fetch(socket, "POST", "/reset_prefix_cache?reset_running_requests=true", 30.0)
+    await origin.fetch("POST", "/reset_prefix_cache?reset_running_requests=true", 30.0)
     await generate(folder, LONG, spec(PARAMS["length"]))
     write_messages("events", await reading)
     write_messages("replay", await listen(f"{folder}/replay", zmq.DEALER, 3.0))
@@ -144,8 +145,8 @@ async def record_hand_off(folder: str) -> None:
     handing = msgspec.structs.replace(spec(PARAMS["logprobs"]), kind=Kind.PREFILL)
     body = protocol.prefill_body("r", LONG, handing, 0, EOS, {"do_remote_decode": True})
     parts: list[bytes] = []
-    request = http.request_bytes("POST", protocol.GENERATE, body)
-    await (await http.begin(f"{folder}/http", request, parts.append)).done
+    origin = server.origin_in(folder)
+    await (await origin.begin("POST", protocol.GENERATE, body, parts.append)).done
     (RECORDED / "prefill.json").write_bytes(b"".join(parts))
     parameters = protocol.read_chunk(b"".join(parts)).kv_transfer_params or {}
     loading = spec(PARAMS["length"], SEEDS[1])

@@ -14,9 +14,11 @@ import zmq.asyncio
 
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
-from baton.engine.vllm import engine, protocol
-from baton.engine.vllm.engine import VllmEngine
-from baton.engine.vllm.server import VllmFacts, facts_of
+from baton.engine.vllm import engine, protocol, server
+from baton.engine.vllm.control import VllmControl
+from baton.engine.vllm.engine import VllmEngine, VllmParts
+from baton.engine.vllm.facts import VllmFacts, facts_of
+from baton.engine.vllm.process import event_prefixes, hand_off_of
 from baton.types import events as ev
 from baton.types.block_hashes import block_hashes
 from baton.types.params import SamplingParams
@@ -110,13 +112,19 @@ class Running:
         self.replay = replay
         self.reports: list[messages.Report] = []
         self.returncode: int | None = None
-        self.engine = VllmEngine(
-            lambda *reports: self.reports.extend(reports),
-            self,  # type: ignore[arg-type] - only ``returncode`` is read
-            str(replay.folder),
-            facts(hand_off),
-            **{"config": CONFIG, **options},
+        folder = str(replay.folder)
+        origin = server.origin_in(folder)
+        of = facts(hand_off)
+        parts = VllmParts(
+            origin,
+            VllmControl(origin, lambda: self.returncode is not None),
+            event_prefixes(folder, of, self._send),
+            hand_off_of(folder, of, self._send),
         )
+        self.engine = VllmEngine(self._send, parts, of, **{"config": CONFIG, **options})
+
+    def _send(self, *reports: messages.Report) -> None:
+        self.reports.extend(reports)
 
     def submit(self, prompt: list[int], kind: Kind = Kind.FULL, **params: Any) -> None:
         sampling = msgspec.convert({"max_tokens": 8, **params}, SamplingParams)

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from baton.engine.vllm import events_client
-from baton.engine.vllm.events_client import KvEventsClient
+from baton.engine.vllm.events_client import EventPrefixes, KvEventsClient
 from baton.types.errors import InternalError
 from baton.types.events import CacheChanged
 from tests.engine.vllm.record import recorded_messages
@@ -28,7 +28,10 @@ class Publisher:
         self.replay.bind(f"ipc://{folder}/replay")
         self.changes: list[CacheChanged] = []
         self.logged: list[str] = []
-        self.client = KvEventsClient(str(folder), self.changes.append, self.logged.append)
+        self.client = KvEventsClient(
+            f"ipc://{folder}/events", f"ipc://{folder}/replay", self.logged.append
+        )
+        self.client.on_change = self.changes.append
         self.reading = asyncio.create_task(self.client.run())
         self.filling = asyncio.create_task(self.client.fill_gaps())
 
@@ -102,3 +105,45 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
     program = "import sys; sys.modules['zmq'] = None; import baton.engine.vllm.events_client"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stderr.endswith("pip install 'baton-serve[vllm]'\n")
+
+
+async def test_without_a_replay_what_was_missed_stays_unknown(tmp_path: Path) -> None:
+    """The first batches came before the subscription; the later ones are used."""
+    batches = recorded_messages("events")
+    changes: list[CacheChanged] = []
+    client = KvEventsClient(f"ipc://{tmp_path}/events", "", lambda _: None)
+    client.on_change = changes.append
+    context = zmq.asyncio.Context()
+    with context.socket(zmq.XPUB) as events:
+        events.bind(f"ipc://{tmp_path}/events")
+        tasks = [asyncio.create_task(work) for work in (client.run(), client.fill_gaps())]
+        async with asyncio.timeout(20):
+            await events.recv()
+            topic, _, payload = batches[0]
+            await events.send_multipart([topic, (57).to_bytes(8, "big"), payload])
+            while not changes or not changes[-1].stored:
+                await asyncio.sleep(0.01)
+    assert client.cached.held_blocks == len(changes[-1].stored)
+    for task in tasks:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    client.close()
+    context.destroy(linger=0)
+
+
+def test_blocks_of_several_ranks_are_stored_by_the_first_and_removed_by_the_last() -> None:
+    changes: list[CacheChanged] = []
+    ranks = [KvEventsClient("ipc://none", "", lambda _: None) for _ in range(2)]
+    prefixes = EventPrefixes(ranks, 32, changes.append)
+    payload = next(parts[2] for parts in recorded_messages("events") if b"BlockStored" in parts[2])
+    for rank in ranks:
+        rank.on_change(rank.cached.apply(payload))
+    (stored,) = changes
+    assert stored.stored
+    assert prefixes.held_blocks == 2 * len(stored.stored)
+    ranks[0].on_change(ranks[0].cached.clear())
+    assert changes == [stored]
+    ranks[1].on_change(ranks[1].cached.clear())
+    assert set(changes[-1].removed) == set(stored.stored)
+    prefixes.close()

@@ -7,9 +7,9 @@ import pytest
 
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
-from baton.engine.vllm import protocol, server
+from baton.engine.remote.live_request import LiveRequest
+from baton.engine.vllm import facts, protocol
 from baton.engine.vllm.hand_off_nixl import NixlHandOff
-from baton.engine.vllm.live_request import LiveRequest
 from baton.types.errors import InternalError
 from baton.types.params import SampledToken, SamplingParams
 from tests.engine.vllm.record import LONG, SEEDS
@@ -64,5 +64,5 @@ def test_a_prompt_that_fills_its_last_block_gets_one_for_the_first_token() -> No
 
 
 def test_the_id_of_a_hand_off_names_the_block_size() -> None:
-    assert server.hand_off_id("nixl", 32) == "nixl/block32"
-    assert server.hand_off_id("", 32) == ""
+    assert facts.hand_off_id("nixl", 32) == "nixl/block32"
+    assert facts.hand_off_id("", 32) == ""

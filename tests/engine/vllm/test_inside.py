@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import baton.engine.vllm.inside
+from baton.engine.remote.live_request import Saved
 from baton.engine.vllm.hand_off_baton import SaveReports
-from baton.engine.vllm.live_request import Saved
 
 FOLDER = Path(baton.engine.vllm.inside.__file__).parent
 

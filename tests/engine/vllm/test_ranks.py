@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.remote.live_request import Saved
 from baton.engine.vllm.hand_off_baton import SaveReports
-from baton.engine.vllm.live_request import Saved
 from tests.engine.vllm.test_inside import connectors, note, vllm_config
 
 RANKS, LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 2, 3, 8, 2, 32, 16

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton.engine.remote.http import HttpOrigin
 from baton.engine.vllm import selftest, server
 from baton.engine.vllm.selftest import Response, check_equal, probes, prove_exact, scores_of
 from baton.types.errors import InternalError
@@ -104,16 +105,16 @@ def test_the_prompts_of_a_batch_exceed_a_step() -> None:
 
 
 async def test_a_server_that_keeps_exact_passes(vllm: Server) -> None:
-    first = await prove_exact(vllm.socket, FACTS, VOCABULARY)
+    first = await prove_exact(HttpOrigin.of_socket(vllm.socket), FACTS, VOCABULARY)
     assert len(vllm.waiting) == 8  # all prompts were queued before the first one began
     assert sum(vllm.waiting) > FACTS.step_tokens
     assert vllm.calls[-1] == "/reset_prefix_cache"
     proven = msgspec.structs.replace(FACTS, exact=first)
     assert proven.numerics_id == f"{FACTS.numerics_id}/exact/{first}"
     smaller = msgspec.structs.replace(FACTS, step_tokens=700, blocks=300)
-    assert await prove_exact(vllm.socket, smaller, VOCABULARY) == first
+    assert await prove_exact(HttpOrigin.of_socket(vllm.socket), smaller, VOCABULARY) == first
     vllm.scored.bias = 0.1  # equal on all paths, as on another CPU
-    assert await prove_exact(vllm.socket, FACTS, VOCABULARY) != first
+    assert await prove_exact(HttpOrigin.of_socket(vllm.socket), FACTS, VOCABULARY) != first
 
 
 @pytest.mark.parametrize(
@@ -129,25 +130,25 @@ async def test_a_path_with_other_bits_is_refused_by_name(
 ) -> None:
     vllm.lies = lies
     with pytest.raises(InternalError, match=f"numerics: exact: .* tokens {path} differ"):
-        await prove_exact(vllm.socket, FACTS, VOCABULARY)
+        await prove_exact(HttpOrigin.of_socket(vllm.socket), FACTS, VOCABULARY)
 
 
 async def test_a_vllm_that_fails_in_its_mode_is_refused(vllm: Server) -> None:
     vllm.status = b"500 Internal Server Error"
     with pytest.raises(InternalError, match="vLLM fails in its batch-invariant mode"):
-        await prove_exact(vllm.socket, FACTS, VOCABULARY)
+        await prove_exact(HttpOrigin.of_socket(vllm.socket), FACTS, VOCABULARY)
 
 
 async def test_a_vllm_that_caches_nothing_is_refused(vllm: Server) -> None:
     vllm.scored.caches = False
     with pytest.raises(InternalError, match="has cached no prefix"):
-        await prove_exact(vllm.socket, FACTS, VOCABULARY)
+        await prove_exact(HttpOrigin.of_socket(vllm.socket), FACTS, VOCABULARY)
 
 
 async def test_a_mode_that_is_off_is_refused_before_any_prompt(vllm: Server) -> None:
     off = msgspec.structs.replace(FACTS, batch_invariant=False)
     with pytest.raises(InternalError, match="batch-invariant mode is off"):
-        await prove_exact(vllm.socket, off, VOCABULARY)
+        await prove_exact(HttpOrigin.of_socket(vllm.socket), off, VOCABULARY)
     assert vllm.calls == []
 
 

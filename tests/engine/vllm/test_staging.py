@@ -12,9 +12,10 @@ import pytest
 
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
+from baton.engine.remote.live_request import LiveRequest, Saved
+from baton.engine.vllm.facts import hand_off_id
 from baton.engine.vllm.hand_off_baton import BatonHandOff
-from baton.engine.vllm.live_request import LiveRequest, Saved
-from baton.engine.vllm.server import GENERATIONS, SAVES, hand_off_id
+from baton.engine.vllm.server import GENERATIONS, SAVES
 from baton.engine.vllm.staging import Staging
 from baton.types import events as ev
 from baton.types.params import SamplingParams

@@ -1,19 +1,21 @@
-"""Request at a vLLM worker: its exchanges with vLLM, and what they have brought so far."""
+"""Request at an engine behind HTTP: its exchanges, and what they have brought so far."""
 
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from baton.engine.core.sequence import Kind
 from baton.engine.process import messages
-from baton.engine.vllm import http
-from baton.engine.vllm.protocol import Parameters
+from baton.engine.remote import http
 from baton.types import events as ev
 from baton.types.errors import BatonError
 from baton.types.params import SampledToken
+
+Parameters = dict[str, Any]
+"""``kv_transfer_params`` of one choice, as vLLM returns and takes them."""
 
 
 class Saved(NamedTuple):
@@ -40,7 +42,7 @@ def saved_by_all(ranks: Sequence[Saved]) -> Saved:
 
 
 class LiveRequest:
-    """Exchanges of one request with vLLM, one for each live choice.
+    """Exchanges of one request with its engine, one for each live choice.
 
     Attributes:
         spec: The submitted one; after a hand-off with the first tokens as emitted ones.
@@ -54,12 +56,28 @@ class LiveRequest:
         ended_ranks: Ranks that write no more into the pages.
         published_pages: Pages that other workers may read, from the first one on.
         published_part: Further pages that they may read in the first layers.
+        hashes: Names of the prompt's whole blocks, without its last token.
+        generated: Tokens of the current run, by choice.
+        sufficed: Choices that were ended here, as the server sent more tokens than were asked for.
+        expected_tokens: Prompt tokens that were expected to be cached, without KV events.
+        used_before: When the blocks of these tokens had been used.
     """
 
-    def __init__(self, submit: messages.Submit, prompt: list[int], generation: int) -> None:
+    def __init__(
+        self,
+        submit: messages.Submit,
+        prompt: list[int],
+        generation: int,
+        hashes: Sequence[bytes] = (),
+    ) -> None:
         self.submit = submit
         self.spec = submit.spec
         self.prompt = prompt
+        self.hashes = hashes
+        self.generated: dict[int, list[int]] = {}
+        self.sufficed: set[int] = set()
+        self.expected_tokens = 0
+        self.used_before: tuple[int, ...] = ()
         self.run = 0
         self.generation = generation
         self.loading: set[int] = set()
@@ -79,7 +97,7 @@ class LiveRequest:
         self.open_choices = {n for n in choices if not emitted or emitted[n] is not None}
         self.submitted_ns = time.monotonic_ns()
         self.admitted = False
-        self.failed = False  # vLLM reported an error, which ``VllmEngine`` handles
+        self.failed = False  # its engine reported an error, which ``RemoteEngine`` handles
         self.cached_tokens = 0
         self.first_ns = 0
         self.input_ns = 0
@@ -87,7 +105,7 @@ class LiveRequest:
 
     @property
     def computes(self) -> bool:
-        """True if this vLLM computes the prompt."""
+        """True if this engine computes the prompt."""
         return self.spec.kind is not Kind.REMOTE
 
     @property
@@ -129,7 +147,7 @@ class LiveRequest:
         self.submitted_ns = time.monotonic_ns()
 
     def admission(self) -> ev.Admitted:
-        """Return the report that vLLM computes the prompt."""
+        """Return the report that the engine computes the prompt."""
         return ev.Admitted(
             request_id=self.submit.request_id,
             cached_tokens=min(self.cached_tokens, len(self.prompt)),
@@ -140,6 +158,11 @@ class LiveRequest:
     def emitted(self, choice: int) -> tuple[int, ...]:
         """Return the tokens of a choice that came before the current run."""
         return (self.spec.emitted[choice] if self.spec.emitted else None) or ()
+
+    def keep(self, tokens: ev.Tokens) -> None:
+        """Keep the tokens that a response has brought."""
+        own = self.generated.setdefault(tokens.choice, [])
+        own += [sampled.token for sampled in tokens.tokens]
 
     def prompt_done(self, computed_ns: int, engine_transfer: bytes) -> ev.PromptDone:
         """Return the report on a prompt for another worker."""
@@ -176,6 +199,7 @@ class LiveRequest:
         if self.late is not None:
             self.late.cancel()
         self.exchanges.clear()
+        self.generated.clear()
         self.loading.clear()
         self.withheld.clear()
         self.run += 1

@@ -1,7 +1,7 @@
 """Steps and load of vLLM, from the arrival of tokens."""
 
 from baton.engine.process.step_rates import StepRates
-from baton.engine.vllm.load import SETTLED_NS, LoadMeter, SequenceProgress
+from baton.engine.remote.load import SETTLED_NS, LoadMeter, SequenceProgress
 
 MS = 1_000_000
 

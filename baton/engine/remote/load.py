@@ -1,6 +1,6 @@
-"""Load and speed of a vLLM worker, from the arrival of its tokens, without I/O.
+"""Load and speed of an engine behind HTTP, from the arrival of its tokens, without I/O.
 
-vLLM does not report its steps, but all sequences of a step stream their tokens together. A step
+It does not report its steps, but all sequences of a step stream their tokens together. A step
 ends when a sequence has a second token, or when nothing arrives for ``SETTLED_NS``:
 
     arrivals   a b c     a b c     a b c D       D is the first token of a new prompt
@@ -23,8 +23,8 @@ class SequenceProgress:
     """Progress of a sequence.
 
     Attributes:
-        cached_tokens: Prompt tokens that vLLM has cached, as far as known.
-        comes: Whether its KV comes from another worker, so that vLLM computes no prompt.
+        cached_tokens: Prompt tokens that the engine has cached, as far as known.
+        comes: Whether its KV comes from another worker, so that the engine computes no prompt.
         held: Whether its prompt is computed and its KV only waits for another worker.
         input_ns: Its part of the steps, for the prompt; ``output_ns`` the same for its tokens.
     """
@@ -51,7 +51,7 @@ class SequenceProgress:
 
 
 class LoadMeter:
-    """Steps and load of one vLLM; ``total_blocks`` are Baton's blocks in its pool."""
+    """Steps and load of one engine; ``total_blocks`` are Baton's blocks in its pool."""
 
     def __init__(self, total_blocks: int) -> None:
         self._total_blocks = total_blocks
@@ -100,6 +100,11 @@ class LoadMeter:
         row.generated += count
         self._batch[key] = row
         return step
+
+    @property
+    def is_open(self) -> bool:
+        """True while a step has tokens and has not ended."""
+        return bool(self._batch)
 
     def settled(self, now_ns: int, cached_blocks: int) -> StepDone | None:
         """Return the step that has ended because no more tokens arrived, if any."""

@@ -1,0 +1,1 @@
+"""Engines behind HTTP: what all of them share."""

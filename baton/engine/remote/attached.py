@@ -1,0 +1,249 @@
+"""Servers that Baton did not start: their properties, and the policy for their faults.
+
+A started engine is one process with its worker: a fault ends both. An attached server may be behind
+a proxy, busy, or about to be replaced. So a fault ends one request, which the router resumes at
+another worker. The server is examined at once, and its worker leaves if it is gone or another one.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from baton.engine.remote.engine import RemoteEngine
+from baton.engine.remote.http import HttpOrigin, RefusedError, StatusError
+from baton.engine.remote.live_request import LiveRequest
+from baton.model.artifact import ModelArtifact
+from baton.types import events as ev
+from baton.types.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
+from baton.types.geometry import KvGeometry
+
+Endpoints = Sequence[tuple[str, str]]
+"""ZeroMQ endpoints of KV events, one for each rank, and those that repeat them (may be empty)."""
+
+_MOST_FAILURES = 3  # one after another, without a response between
+_POLL_S = 1.0
+_ANSWER_S = 5.0
+_SILENT_POLLS = 3  # without an answer in time
+_IDENTITY_POLLS = 5
+
+
+class UnfitServerError(InternalError):
+    """A server lacks what Baton needs; the message names the argument to add."""
+
+
+class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of a server that is attached.
+
+    Attributes:
+        engine: Kind and version, such as ``vllm/0.32.0``.
+        model: Name of the model in requests; ``root`` is the path or id that it was loaded from.
+        block_tokens: Tokens of one block of its cache.
+        blocks: Number of these blocks; 0: it caches no prefixes.
+        ranks: Data-parallel ranks, each with a cache of its own.
+        started: Time at which its process has begun; another one is another life of the server.
+    """
+
+    engine: str
+    model: str
+    root: str
+    max_context_tokens: int
+    block_tokens: int
+    blocks: int
+    ranks: int = 1
+    started: str = ""
+
+
+class EngineDescription(NamedTuple):
+    """Properties with which the worker of a server is registered.
+
+    Attributes:
+        geometry: Shape of the server's cache.
+        hand_off: What two workers must share to hand KV over; empty: they cannot.
+    """
+
+    numerics_id: str
+    geometry: KvGeometry
+    hand_off: str = ""
+
+
+class ServerKind(Protocol):
+    """Servers of one kind with one model.
+
+    Attributes:
+        artifact: The model, without its weights.
+        hand_off: Way of KV between the servers; empty: none.
+    """
+
+    @property
+    def hand_off(self) -> str:
+        """Way of KV between the servers; empty: none."""
+        ...
+
+    @property
+    def artifact(self) -> ModelArtifact:
+        """The model, without its weights."""
+        ...
+
+    async def examine(self, origin: HttpOrigin) -> ServerFacts:
+        """Return the properties of a server that has all that Baton needs.
+
+        Raises:
+            UnavailableError: It does not respond, or is not healthy.
+            UnfitServerError: It lacks something.
+        """
+        ...
+
+    async def default_events(self, host: str, facts: ServerFacts) -> Endpoints:
+        """Return the endpoints of its KV events at the default ports, if it has any."""
+        ...
+
+    def describe(self, facts: ServerFacts) -> EngineDescription:
+        """Return the properties with which its worker is registered."""
+        ...
+
+    def engine(
+        self,
+        send: Callable[..., None],
+        origin: HttpOrigin,
+        facts: ServerFacts,
+        endpoints: Endpoints,
+    ) -> "AttachedEngine":
+        """Return the engine of a server; ``send`` passes its reports to the shell."""
+        ...
+
+
+class ServerWatch:
+    """Looks at a server until it is gone, or another one.
+
+    Args:
+        origin: The server.
+        read: Reads its present properties.
+        expected: The properties with which it was attached.
+    """
+
+    def __init__(
+        self,
+        origin: HttpOrigin,
+        read: Callable[[], Awaitable[ServerFacts]],
+        expected: ServerFacts,
+    ) -> None:
+        self._origin = origin
+        self._read = read
+        self._expected = expected
+        self._suspected = asyncio.Event()
+
+    def suspect(self) -> None:
+        """Look at once, because a request has failed."""
+        self._suspected.set()
+
+    async def watch(self, alive: Callable[[], None], dead: Callable[[str], None]) -> None:
+        """Call ``alive`` as long as the server responds; call ``dead`` once with the reason."""
+        silent = 0
+        polls = 0
+        while True:
+            asked = await self._until_due()
+            polls += 1
+            try:
+                await self._origin.fetch("GET", "/health", _ANSWER_S)
+                if asked or not polls % _IDENTITY_POLLS:
+                    self._compare(await self._read())
+            except (StatusError, RefusedError, InternalError) as error:
+                dead(error.message)
+                return
+            except UnavailableError as error:
+                silent += 1
+                if silent >= _SILENT_POLLS:
+                    dead(error.message)
+                    return
+            else:
+                silent = 0
+                alive()
+
+    async def _until_due(self) -> bool:
+        """Wait for the next look; return whether a request has failed."""
+        try:
+            async with asyncio.timeout(_POLL_S):
+                await self._suspected.wait()
+        except TimeoutError:
+            return False
+        self._suspected.clear()
+        return True
+
+    def _compare(self, present: ServerFacts) -> None:
+        for field in self._expected.__struct_fields__:
+            before = getattr(self._expected, field)
+            now = getattr(present, field)
+            if before != now:
+                raise InternalError(
+                    f"{self._origin.name} was replaced: {field} was {before!r} and is {now!r}"
+                )
+
+
+class AttachedEngine(RemoteEngine):
+    """Policy for faults of a server that Baton did not start."""
+
+    _failures = 0
+
+    def _suspect(self) -> None:
+        """Let the server be looked at."""
+        raise NotImplementedError
+
+    def _checked(
+        self, request: LiveRequest, choice: int, reports: list[ev.Tokens]
+    ) -> list[ev.Tokens]:
+        """Return the tokens up to the number that the server was asked for."""
+        most = request.spec.params.max_tokens
+        checked: list[ev.Tokens] = []
+        for run in reports:
+            largest = max((sampled.token for sampled in run.tokens), default=0)
+            if not 0 <= largest < self._vocab_size:
+                raise InternalError(
+                    f"{self._origin.name} sent token {largest}, and the model has "
+                    f"{self._vocab_size} tokens: it serves another model"
+                )
+            room = most - run.index
+            is_too_long = not run.finish_reason and len(run.tokens) >= room
+            checked.append(_cut_at(run, room) if is_too_long else run)
+            if is_too_long:  # it should have ended here
+                request.sufficed.add(choice)
+                request.exchanges[choice].close()
+                break
+        return checked
+
+    def _recovers(self, request: LiveRequest, why: str) -> bool:
+        """Return whether the request continues here in another way."""
+        return False
+
+    def _on_lost(self, request: LiveRequest, why: str) -> None:
+        self._suspect()
+        if self._recovers(request, why):
+            return
+        self._end_failed(request, UnavailableError(why))
+
+    async def _on_failure(self, request: LiveRequest, error: BatonError) -> None:
+        if isinstance(error, InvalidRequestError):
+            self._end_failed(request, error)
+            return
+        if self._recovers(request, error.message):
+            return
+        self._suspect()
+        self._failures += 1
+        self._end_failed(request, UnavailableError(error.message))
+        if self._failures >= _MOST_FAILURES:
+            self._break(f"{self._failures} requests in a row failed, the last: {error.message}")
+
+    def _on_end(self, request: LiveRequest) -> None:
+        if request.admitted:
+            self._failures = 0
+        super()._on_end(request)
+
+    def _break(self, why: str) -> None:
+        super()._break(why)
+        for request in list(self._requests.values()):
+            self._end_failed(request, UnavailableError(why))
+
+
+def _cut_at(run: ev.Tokens, tokens: int) -> ev.Tokens:
+    return msgspec.structs.replace(run, tokens=run.tokens[:tokens], finish_reason="length")

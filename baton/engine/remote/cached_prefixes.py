@@ -1,0 +1,152 @@
+"""Prefixes that a server behind HTTP has cached, as far as they can be known.
+
+A server that sends KV events is known exactly. For others the own requests are remembered:
+
+    prompt and response of a request  ──▶  blocks, the most recently used last
+    more blocks than the server has   ──▶  the least recently used are forgotten
+    the server had fewer cached than expected
+                                      ──▶  the first missing block is forgotten, and all blocks
+                                           that were used before it
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from baton.engine.remote.live_request import LiveRequest
+from baton.types.block_hashes import block_hashes
+from baton.types.events import CacheChanged
+from baton.types.geometry import BLOCK_TOKENS
+
+Work = tuple[Coroutine[Any, Any, None], str]
+"""Task to run as long as the engine, and its name."""
+
+
+class CachedPrefixes:
+    """Blocks that a server has cached, by Baton's hashes."""
+
+    @property
+    def held_blocks(self) -> int:
+        """Number of Baton's blocks that are cached."""
+        raise NotImplementedError
+
+    def works(self) -> list[Work]:
+        """Return the tasks that keep this up to date."""
+        return []
+
+    def cached_tokens(self, hashes: Sequence[bytes]) -> int:
+        """Return the cached tokens of a prompt with these block hashes."""
+        raise NotImplementedError
+
+    def sent(self, request: LiveRequest) -> None:
+        """Note that a prompt was sent to the server."""
+
+    def computed(self, request: LiveRequest) -> None:
+        """Note that the server has computed a prompt."""
+
+    def responded(self, request: LiveRequest, choice: int, cached_tokens: int | None) -> None:
+        """Note the end of a response, with the cached prompt tokens that the server reports."""
+
+    def close(self) -> None:
+        """Free what this holds; the tasks have ended."""
+
+
+class ApproximatePrefixes(CachedPrefixes):
+    """Blocks of own requests, without I/O.
+
+    Args:
+        blocks: Number of Baton's blocks that the server can hold; 0: it caches nothing.
+        block_tokens: Tokens of one of its blocks, a multiple of Baton's.
+        on_change: Called with each change of Baton's index.
+    """
+
+    def __init__(
+        self, blocks: int, block_tokens: int, on_change: Callable[[CacheChanged], None]
+    ) -> None:
+        self._most = blocks
+        self._block_tokens = block_tokens
+        self._on_change = on_change
+        self._used: OrderedDict[bytes, int] = OrderedDict()  # when, the longest ago first
+        self._time = 0
+
+    @property
+    def held_blocks(self) -> int:
+        """Number of Baton's blocks that are cached."""
+        return len(self._used)
+
+    def cached_tokens(self, hashes: Sequence[bytes]) -> int:
+        """Return the cached tokens of a prompt with these block hashes, in whole blocks."""
+        return self._whole(_known(hashes, self._used))
+
+    def sent(self, request: LiveRequest) -> None:
+        """Note what is expected of a prompt, before others use the same blocks."""
+        request.expected_tokens = self.cached_tokens(request.hashes)
+        first_missing = request.expected_tokens // BLOCK_TOKENS
+        known = [self._used.get(name, 0) for name in request.hashes[:first_missing]]
+        request.used_before = tuple(known)
+
+    def computed(self, request: LiveRequest) -> None:
+        """Remember the blocks of a prompt."""
+        self._change(request.hashes[: self._whole(len(request.hashes)) // BLOCK_TOKENS])
+
+    def responded(self, request: LiveRequest, choice: int, cached_tokens: int | None) -> None:
+        """Remember the blocks of a response, and correct what was expected of the prompt's."""
+        if cached_tokens is not None and cached_tokens < request.expected_tokens:
+            lost = request.used_before[cached_tokens // BLOCK_TOKENS]
+            request.expected_tokens = cached_tokens
+            self._forget_until(lost)
+        hashes = request.hashes
+        parent = hashes[-1] if hashes else request.spec.hash_seed
+        behind = request.prompt[len(hashes) * BLOCK_TOKENS :]
+        behind = [*behind, *request.emitted(choice), *request.generated.pop(choice, ())]
+        whole = [*hashes, *block_hashes(parent, behind[:-1])]  # the last one is not computed
+        self._change(whole[: self._whole(len(whole)) // BLOCK_TOKENS])
+
+    def disable(self) -> None:
+        """Forget all blocks, and remember none from now on."""
+        self._most = 0
+        removed = tuple(self._used)
+        self._used.clear()
+        self._report([], removed)
+
+    def _whole(self, blocks: int) -> int:
+        """Return the tokens of the server's whole blocks in the first of Baton's blocks."""
+        tokens = blocks * BLOCK_TOKENS
+        return tokens - tokens % self._block_tokens
+
+    def _change(self, used: Sequence[bytes]) -> None:
+        """Note the use of a chain of blocks: its end is forgotten before its beginning."""
+        if not self._most:
+            return
+        stored: list[bytes] = []
+        for name in reversed(used):
+            self._time += 1
+            if name not in self._used:
+                stored.append(name)
+            self._used[name] = self._time
+            self._used.move_to_end(name)
+        removed: list[bytes] = []
+        while len(self._used) > self._most:
+            removed.append(self._used.popitem(last=False)[0])
+        self._report(stored, removed)
+
+    def _forget_until(self, time: int) -> None:
+        """Forget all blocks that were not used after a time."""
+        removed: list[bytes] = []
+        while self._used and next(iter(self._used.values())) <= time:
+            removed.append(self._used.popitem(last=False)[0])
+        self._report([], removed)
+
+    def _report(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        kept = [name for name in stored if name in self._used]
+        gone = set(removed).difference(stored)
+        if kept or gone:
+            self._on_change(CacheChanged(tuple(reversed(kept)), tuple(gone)))
+
+
+def _known(hashes: Sequence[bytes], known: OrderedDict[bytes, int]) -> int:
+    """Return the number of first blocks that are known."""
+    for count, name in enumerate(hashes):
+        if name not in known:
+            return count
+    return len(hashes)

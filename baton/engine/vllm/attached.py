@@ -1,0 +1,373 @@
+"""A vLLM that Baton did not start: its properties, their check, and its engine.
+
+Nothing here changes the server, but for LoRA adapters, and its cache when a tenant is deleted.
+"""
+
+import asyncio
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from baton.engine.core.sequence import RequestSpec
+from baton.engine.remote.attached import (
+    AttachedEngine,
+    Endpoints,
+    EngineDescription,
+    ServerFacts,
+    ServerWatch,
+    UnfitServerError,
+)
+from baton.engine.remote.cached_prefixes import ApproximatePrefixes, CachedPrefixes
+from baton.engine.remote.http import HttpOrigin, StatusError
+from baton.engine.remote.live_request import LiveRequest
+from baton.engine.vllm import protocol
+from baton.engine.vllm.control import VllmControl, log
+from baton.engine.vllm.engine import VllmEngine, VllmParts
+from baton.engine.vllm.facts import VllmFacts, hand_off_id
+from baton.engine.vllm.hand_off_nixl import NixlHandOff
+from baton.model.artifact import ModelArtifact
+from baton.types.errors import BatonError, InvalidRequestError, UnavailableError
+from baton.types.geometry import BLOCK_TOKENS
+
+_ANSWER_S = 5.0
+_CHECK_S = 30.0  # for one token, the queue of a busy server included
+_CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_STARTED = re.compile(r"^process_start_time_seconds (\S+)", re.MULTILINE)
+_CHECKED_TOKENS = 4
+_EVENTS_PORT = 5557  # of rank 0, if `--kv-events-config` has no other
+_GREETING_S = 0.5
+_REFUSED = (401, 403)
+_OF_A_CLIENT = (400, 408, 413, 422)
+_LORA = "/v1/load_lora_adapter"
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """Model that a vLLM serves; ``root`` is what it has loaded, ``parent`` that of an adapter."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: tuple[ModelCard, ...]
+
+
+async def read_card(origin: HttpOrigin) -> ModelCard:
+    """Return the first model that a vLLM serves.
+
+    Raises:
+        UnavailableError: It does not respond.
+        UnfitServerError: It is no vLLM, or serves no model.
+    """
+    return (await _read_cards(origin))[0]
+
+
+async def _read_cards(origin: HttpOrigin) -> list[ModelCard]:
+    """Return the models that a vLLM serves, without adapters; at least one."""
+    try:
+        raw = await origin.fetch("GET", "/v1/models", _ANSWER_S)
+    except StatusError as error:
+        if error.answered in _REFUSED:
+            raise UnfitServerError(_needs_key(origin)) from None
+        raise
+    try:
+        models = msgspec.json.decode(raw, type=_Models)
+    except msgspec.DecodeError as error:
+        raise UnfitServerError(f"{origin.name} is no vLLM server: {error}") from None
+    cards = [card for card in models.data if card.parent is None]
+    if not cards:
+        raise UnfitServerError(f"{origin.name} serves no model")
+    return cards
+
+
+def _needs_key(origin: HttpOrigin) -> str:
+    return (
+        f"{origin.name} refuses Baton's requests: set `key_file` of this server to a file with the "
+        "value of its `--api-key`"
+    )
+
+
+async def read_facts(origin: HttpOrigin, names: Sequence[str]) -> ServerFacts:
+    """Return the present properties of a vLLM that serves a model with one of these names.
+
+    Paths and organisations before a name do not count.
+
+    Raises:
+        UnavailableError: It does not respond.
+        UnfitServerError: It does not report what Baton needs.
+    """
+    try:
+        version = msgspec.json.decode(await origin.fetch("GET", "/version", _ANSWER_S))["version"]
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise UnfitServerError(f"{origin.name} is no vLLM server: {error}") from None
+    served = _served(origin, await _read_cards(origin), names)
+    page = (await origin.fetch("GET", "/metrics", _ANSWER_S)).decode(errors="replace")
+    caches = [dict(_LABEL.findall(labels)) for labels in _CACHE.findall(page)]
+    if not caches:
+        raise UnfitServerError(
+            f"{origin.name} has no vllm:cache_config_info at /metrics: remove --disable-log-stats "
+            "from its `vllm serve`"
+        )
+    started = _STARTED.search(page)
+    return ServerFacts(
+        engine=f"vllm/{version}",
+        model=served.id,
+        root=served.root or served.id,
+        max_context_tokens=served.max_model_len or 0,
+        block_tokens=_number(origin, caches[0], "block_size"),
+        blocks=sum(_number(origin, cache, "num_gpu_blocks") for cache in caches)
+        * (caches[0].get("enable_prefix_caching") != "False"),
+        ranks=len(caches),
+        started=started[1] if started is not None else "",
+    )
+
+
+def _served(origin: HttpOrigin, cards: Sequence[ModelCard], names: Sequence[str]) -> ModelCard:
+    wanted = set(map(last_part, names))
+    for card in cards:
+        if wanted & {last_part(card.id), last_part(card.root or card.id)}:
+            return card
+    shown = ", ".join(card.id for card in cards)
+    raise UnfitServerError(
+        f"{origin.name} serves {shown}, and this fleet serves {names[0]}: remove the server, or "
+        f"start its `vllm serve` with `--served-model-name {names[0]}`"
+    )
+
+
+def last_part(name: str) -> str:
+    """Return the name of a model without the path or organisation before it."""
+    return name.rstrip("/").rpartition("/")[2]
+
+
+def _number(origin: HttpOrigin, labels: dict[str, str], name: str) -> int:
+    value = labels.get(name, "")
+    if not value.isdecimal():
+        raise UnfitServerError(
+            f"{origin.name} reports {name}={value!r} at /metrics: Baton needs vLLM 0.32 or later"
+        )
+    return int(value)
+
+
+async def examine(
+    origin: HttpOrigin, names: Sequence[str], *, adapters: bool, hand_off: str = ""
+) -> ServerFacts:
+    """Return the properties of a vLLM that has all that Baton needs, and that computes a token.
+
+    Args:
+        origin: The server.
+        names: Names of the model that it must serve.
+        adapters: Whether it must serve LoRA adapters.
+        hand_off: Way in which it must hand KV over; empty: it need not.
+
+    Raises:
+        UnavailableError: It does not respond, or is not healthy.
+        UnfitServerError: It lacks something; the message names the argument of ``vllm serve``.
+    """
+    await origin.fetch("GET", "/health", _ANSWER_S)
+    facts = await read_facts(origin, names)
+    if facts.block_tokens % BLOCK_TOKENS:
+        raise UnfitServerError(
+            f"{origin.name} has blocks of {facts.block_tokens} tokens: add `--block-size` with a "
+            f"multiple of {BLOCK_TOKENS} to its `vllm serve`"
+        )
+    if not await _serves(origin, protocol.GENERATE):
+        raise UnfitServerError(
+            f"{origin.name} ({facts.engine}) serves no {protocol.GENERATE}: add "
+            "`--enable-scale-out` to its `vllm serve`, which vLLM has since 0.32"
+        )
+    if adapters and not await _serves(origin, _LORA):
+        raise UnfitServerError(
+            f"{origin.name} loads no LoRA adapters: start its `vllm serve` with `--enable-lora` "
+            "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set `adapters: {max_loaded: 0}`"
+        )
+    await _check_token(origin, facts, hands_over=bool(hand_off))
+    return facts
+
+
+async def _serves(origin: HttpOrigin, target: str) -> bool:
+    """Return whether a server has a path for POST; it refuses a GET of such a path."""
+    status, _, _ = await origin.ask("GET", target, _ANSWER_S)
+    if status in _REFUSED:
+        raise UnfitServerError(_needs_key(origin))
+    return status != 404
+
+
+async def _check_token(origin: HttpOrigin, facts: ServerFacts, *, hands_over: bool) -> None:
+    """Let the server compute a token, and check what it reports."""
+    body = {
+        "token_ids": list(range(_CHECKED_TOKENS)),
+        "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
+        "cache_salt": os.urandom(16).hex(),
+        "model": facts.model,
+        **({"kv_transfer_params": {"do_remote_decode": True}} if hands_over else {}),
+    }
+    raw = await origin.fetch("POST", protocol.GENERATE, _CHECK_S, msgspec.json.encode(body))
+    chunk = protocol.read_chunk(raw)
+    protocol.first_token(chunk, None)
+    if hands_over and not (chunk.kv_transfer_params or {}).get("remote_block_ids"):
+        raise UnfitServerError(
+            f"{origin.name} hands over no KV: add `--kv-transfer-config "
+            """'{"kv_connector":"NixlConnector","kv_role":"kv_both"}'` to its `vllm serve`, """
+            "or remove `hand_off`"
+        )
+    if chunk.cached_tokens is None:
+        raise UnfitServerError(
+            f"{origin.name} reports no cached tokens: add `--enable-prompt-tokens-details` to its "
+            "`vllm serve`"
+        )
+
+
+async def default_events(host: str, facts: ServerFacts) -> tuple[tuple[str, str], ...]:
+    """Return the endpoints of KV events at vLLM's default ports, if all ranks have theirs."""
+    shown = f"[{host}]" if ":" in host else host
+    ports = range(_EVENTS_PORT, _EVENTS_PORT + facts.ranks)
+    if not all(await asyncio.gather(*(_publishes(host, port) for port in ports))):
+        return ()
+    return tuple((f"tcp://{shown}:{port}", "") for port in ports)
+
+
+async def _publishes(host: str, port: int) -> bool:
+    """Return whether a port has ZeroMQ's greeting."""
+    try:
+        async with asyncio.timeout(_GREETING_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                greeting = await reader.readexactly(10)
+            finally:
+                writer.close()
+    except (OSError, asyncio.IncompleteReadError):
+        return False
+    return greeting[0] == 0xFF and greeting[-1] == 0x7F
+
+
+def numerics_of(facts: ServerFacts, hand_off: str) -> VllmFacts:
+    """Return the properties with which workers describe an attached vLLM."""
+    blocks = facts.blocks or -(-facts.max_context_tokens // facts.block_tokens)
+    return VllmFacts(
+        version=facts.engine.partition("/")[2],
+        block_tokens=facts.block_tokens,
+        blocks=blocks,
+        max_context_tokens=facts.max_context_tokens,
+        dtype="bf16",
+        kv_dtype="bf16",
+        attention="attached",
+        width=1,
+        step_tokens=0,
+        hand_off=hand_off_id(hand_off, facts.block_tokens),
+    )
+
+
+class AttachedVllm(AttachedEngine, VllmEngine):
+    """Live requests of one attached vLLM."""
+
+    def __init__(
+        self,
+        send: Callable[..., None],
+        origin: HttpOrigin,
+        facts: ServerFacts,
+        model: "VllmServers",
+        endpoints: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self._watch = ServerWatch(origin, partial(read_facts, origin, model.names), facts)
+        self._name = msgspec.json.encode(facts.model)
+        own = numerics_of(facts, model.hand_off)
+        prefixes = _prefixes(facts, own, endpoints, send)
+        control = _AttachedControl(origin, self._watch)
+        parts = VllmParts(origin, control, prefixes, NixlHandOff(facts.block_tokens))
+        super().__init__(send, parts, own, model.artifact.config, model.max_adapters)
+
+    def _named(self, body: bytes, spec: RequestSpec) -> bytes:
+        """Return a body that a server of another model refuses."""
+        if spec.adapter is not None:
+            return body  # which has its name
+        return b'{"model":' + self._name + b"," + body[1:]
+
+    def _recovers(self, request: LiveRequest, why: str) -> bool:
+        """Let another server hand the KV over, or compute the prompt, if a load has failed."""
+        if not request.loading:
+            return False
+        self._load_failed(request, why)
+        return True
+
+    def _suspect(self) -> None:
+        self._watch.suspect()
+
+    def _error(self, body: bytes, status: int) -> BatonError:
+        """Return the error of the request, or of the server: a client has no part in its paths."""
+        error = super()._error(body, status)
+        if isinstance(error, InvalidRequestError) and status not in _OF_A_CLIENT:
+            return UnavailableError(error.message)
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class VllmServers:
+    """vLLM servers of a model; see `ServerKind`.
+
+    Attributes:
+        names: Names of the model, the first one for messages.
+        artifact: The model, without its weights.
+        max_adapters: LoRA adapters that a server loads at most; 0: none.
+        hand_off: Way of KV between the servers, ``nixl``; empty: none.
+    """
+
+    names: Sequence[str]
+    artifact: ModelArtifact
+    max_adapters: int = 0
+    hand_off: str = ""
+
+    async def examine(self, origin: HttpOrigin) -> ServerFacts:
+        """Return the properties of a vLLM that has all that Baton needs."""
+        wants_adapters = self.max_adapters > 0
+        return await examine(origin, self.names, adapters=wants_adapters, hand_off=self.hand_off)
+
+    async def default_events(self, host: str, facts: ServerFacts) -> Endpoints:
+        """Return the endpoints of KV events at vLLM's default ports, if all ranks have theirs."""
+        return await default_events(host, facts)
+
+    def describe(self, facts: ServerFacts) -> EngineDescription:
+        """Return the properties with which its worker is registered."""
+        own = numerics_of(facts, self.hand_off)
+        return EngineDescription(own.numerics_id, own.geometry(self.artifact), own.hand_off)
+
+    def engine(
+        self,
+        send: Callable[..., None],
+        origin: HttpOrigin,
+        facts: ServerFacts,
+        endpoints: Endpoints,
+    ) -> AttachedEngine:
+        """Return the engine of a server."""
+        return AttachedVllm(send, origin, facts, self, endpoints)
+
+
+class _AttachedControl(VllmControl):
+    def __init__(self, origin: HttpOrigin, watch: ServerWatch) -> None:
+        super().__init__(origin)
+        self._watching = watch
+
+    async def watch(self, alive: Callable[[], None], dead: Callable[[str], None]) -> None:
+        await self._watching.watch(alive, dead)
+
+
+def _prefixes(
+    facts: ServerFacts,
+    own: VllmFacts,
+    endpoints: Sequence[tuple[str, str]],
+    send: Callable[..., None],
+) -> CachedPrefixes:
+    """Return what the server has cached: by its KV events, or by the own requests."""
+    if not endpoints:
+        blocks = own.pool_blocks if facts.blocks else 0
+        return ApproximatePrefixes(blocks, facts.block_tokens, send)
+    from baton.engine.vllm.events_client import EventPrefixes, KvEventsClient
+
+    clients = [KvEventsClient(stream, replay, log) for stream, replay in endpoints]
+    return EventPrefixes(clients, facts.block_tokens, send)

@@ -1,0 +1,206 @@
+"""Attached servers, emulated: start, memory, idle CPU, and the cached share.
+
+    python -m benchmarks.attached idle [--servers 10] [--seconds 30]
+    python -m benchmarks.attached cached [--servers 4] [--sessions 24] [--turns 8]
+
+``cached`` sends one load of sessions with growing prompts to a fleet that reads KV events and to
+one that does not. The servers hold less than all sessions. ``--strangers`` is the share of prompts
+that other clients send to the servers, of which a fleet without events does not know.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import psutil
+
+from baton.config.fleet_file import DEFAULT_MODEL
+from benchmarks.emulated_vllm import EmulatedServer, Emulation
+
+NAME = "smollm2"
+TURN_TOKENS = 320
+RESPONSE_TOKENS = 24
+
+
+class Fleet:
+    """`baton up` of attached servers, in a folder of its own."""
+
+    def __init__(self, folder: Path, servers: object) -> None:
+        config = {
+            "fleet": "attached-bench",
+            "model": DEFAULT_MODEL,
+            "served_model_name": NAME,
+            "numerics": "fast",
+            "port": 0,
+            "pools": {"engine": "vllm", "vllm": {"servers": servers}},
+        }
+        self._output = folder / "output"
+        (folder / "fleet.yaml").write_text(json.dumps(config))
+        self._began_s = time.monotonic()
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fleet.cli.main", "up", str(folder / "fleet.yaml")],
+                env={**os.environ, "BATON_HOME": str(folder)},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    async def ready(self, workers: int) -> tuple[str, float]:
+        """Return the URL, and the seconds until so many servers took requests."""
+        url = ""
+        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+            while True:
+                await asyncio.sleep(0.02)
+                if not url:
+                    found = re.findall(r"Baton is ready at (\S+)/v1", self._output.read_text())
+                    url = found[0] if found else ""
+                    if self.process.poll() is not None:
+                        raise RuntimeError(self._output.read_text())
+                    continue
+                page = (await client.get(f"{url}/fleet")).json()
+                if sum(one["state"] == "ready" for one in page["workers"]) == workers:
+                    return url, time.monotonic() - self._began_s
+
+    def attached(self) -> psutil.Process:
+        """Return the process of the servers."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(one for one in children if "fleet.attached.process" in one.cmdline())
+
+    def stop(self) -> None:
+        """End the fleet and its servers."""
+        self.process.terminate()
+        self.process.wait(30)
+
+
+def emulation(options: argparse.Namespace, events_port: int) -> Emulation:
+    """Return a server that holds its part of the load, but not all of it."""
+    return Emulation(
+        model=NAME,
+        blocks=options.blocks,
+        max_model_len=32_768,
+        events_port=events_port,
+        prefill_tokens_per_s=options.rate,
+        token_s=0.002,
+    )
+
+
+async def started(
+    options: argparse.Namespace, *, events: bool
+) -> tuple[list[EmulatedServer], list[dict[str, object]]]:
+    """Return listening servers, and their entries in the fleet file."""
+    servers: list[EmulatedServer] = []
+    entries: list[dict[str, object]] = []
+    for number in range(options.servers):
+        port = 20_570 + number if events else 0
+        servers.append(EmulatedServer(emulation(options, port)))
+        url = await servers[-1].start()
+        entries.append({"url": url, "events": [f"tcp://127.0.0.1:{port}"] if events else []})
+    return servers, entries
+
+
+async def idle(options: argparse.Namespace) -> None:
+    """Measure the start, the memory and the idle CPU."""
+    servers, entries = await started(options, events=options.events)
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = Fleet(Path(folder), entries)
+        try:
+            _, seconds = await fleet.ready(options.servers)
+            process = fleet.attached()
+            await asyncio.sleep(5)
+            before = process.cpu_times()
+            await asyncio.sleep(options.seconds)
+            after = process.cpu_times()
+            used_s = after.user + after.system - before.user - before.system
+            rss_mib = process.memory_info().rss / 2**20
+            print(f"{options.servers} servers: ready after {seconds:.2f} s, {rss_mib:.0f} MiB, ")
+            print(f"idle {100 * used_s / options.seconds:.2f} % of a core")
+        finally:
+            fleet.stop()
+    for server in servers:
+        await server.stop()
+
+
+async def cached(options: argparse.Namespace) -> None:
+    """Compare the cached share with and without KV events."""
+    for events in (True, False):
+        servers, entries = await started(options, events=events)
+        with tempfile.TemporaryDirectory() as folder:
+            fleet = Fleet(Path(folder), entries)
+            try:
+                url, _ = await fleet.ready(options.servers)
+                urls = [str(entry["url"]) for entry in entries]
+                share = await cached_share(options, url, urls)
+                kind = "with KV events" if events else "without KV events"
+                print(f"{kind}: {100 * share:.1f} % of prompt tokens cached", flush=True)
+            finally:
+                fleet.stop()
+        for server in servers:
+            await server.stop()
+
+
+async def cached_share(options: argparse.Namespace, url: str, servers: Sequence[str]) -> float:
+    """Send the load, and return the share of prompt tokens that the servers had cached."""
+    choose = random.Random(1)
+    prompts: list[list[int]] = [[] for _ in range(options.sessions)]
+    total = hits = 0
+    gate = asyncio.Semaphore(options.clients)
+    async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
+
+        async def turn(prompt: list[int]) -> None:
+            nonlocal total, hits
+            prompt += [choose.randrange(1000, 40_000) for _ in range(TURN_TOKENS)]
+            body = {"model": NAME, "prompt": prompt, "max_tokens": RESPONSE_TOKENS}
+            body |= {"ignore_eos": True, "temperature": 0, "return_token_ids": True}
+            async with gate:
+                answer = (await client.post(f"{url}/v1/completions", json=body)).json()
+                usage = answer["usage"]
+                total += usage["prompt_tokens"]
+                hits += usage["prompt_tokens_details"]["cached_tokens"]
+                prompt += answer["choices"][0]["token_ids"]
+                if choose.random() < options.strangers:
+                    await stranger(choose, client, choose.choice(servers))
+
+        for _ in range(options.turns):
+            order = list(prompts)
+            choose.shuffle(order)
+            await asyncio.gather(*map(turn, order))
+    return hits / total
+
+
+async def stranger(choose: random.Random, client: httpx.AsyncClient, url: str) -> None:
+    """Send a prompt past Baton."""
+    tokens = [choose.randrange(1000, 40_000) for _ in range(4 * TURN_TOKENS)]
+    body = {"token_ids": tokens, "sampling_params": {"max_tokens": 2}, "cache_salt": "stranger"}
+    await client.post(f"{url}/inference/v1/generate", json=body)
+
+
+def main() -> None:
+    """Run ``python -m benchmarks.attached``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("idle", "cached"))
+    parser.add_argument("--servers", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--events", action="store_true", help="idle: servers send KV events")
+    parser.add_argument("--sessions", type=int, default=24)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=400, help="of 32 tokens, of each server")
+    parser.add_argument("--rate", type=float, default=8000.0, help="prompt tokens per second")
+    parser.add_argument("--strangers", type=float, default=0.0)
+    options = parser.parse_args()
+    asyncio.run(idle(options) if options.what == "idle" else cached(options))
+
+
+if __name__ == "__main__":
+    main()

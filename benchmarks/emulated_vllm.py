@@ -1,0 +1,346 @@
+"""A server that speaks vLLM's HTTP and KV events, without a model: for scale, and for faults.
+
+    python -m benchmarks.emulated_vllm PORT [--events PORT] [--blocks N] [--block-tokens N]
+
+Each token is a function of the tokens before it, so that a response continues
+equally wherever it is resumed. Prompts are computed one at a time; responses stream beside them.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import os
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import uvicorn
+import zmq
+import zmq.asyncio
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+VERSION = "0.32.0"
+GENERATE = "/inference/v1/generate"
+
+
+@dataclass(kw_only=True)
+class Emulation:
+    """Properties of the server, and its fault.
+
+    Attributes:
+        missing: Arguments of ``vllm serve`` that the server was started without.
+        fault: ``""``, ``hang`` (no answers at all), ``stall`` (no tokens, but healthy), ``500``,
+            ``garbage``, ``cut`` (the connection breaks after two tokens), ``foreign`` (tokens that
+            the model does not have), ``endless`` (no finish).
+    """
+
+    model: str = "smol"
+    root: str = "/models/smol"
+    key: str = ""
+    max_model_len: int = 8192
+    vocab_size: int = 49152
+    block_tokens: int = 32
+    blocks: int = 1024
+    ranks: int = 1
+    prefill_tokens_per_s: float = 20_000.0
+    token_s: float = 0.005
+    events_port: int = 0
+    missing: frozenset[str] = frozenset()
+    fault: str = ""
+    started: float = field(default_factory=time.time)
+
+
+class EmulatedCache:
+    """Blocks by name, the least recently used first; a change is published."""
+
+    def __init__(self, emulation: Emulation, publish: Any) -> None:
+        self._emulation = emulation
+        self._publish = publish
+        self._held: OrderedDict[bytes, None] = OrderedDict()
+
+    def names(self, salt: str, tokens: Sequence[int]) -> list[bytes]:
+        """Return the names of the whole blocks of a sequence."""
+        size = self._emulation.block_tokens
+        names: list[bytes] = []
+        parent = salt.encode()
+        for at in range(0, len(tokens) - size + 1, size):
+            packed = b",".join(b"%d" % token for token in tokens[at : at + size])
+            parent = hashlib.blake2b(parent + packed, digest_size=16).digest()
+            names.append(parent)
+        return names
+
+    def cached(self, names: Sequence[bytes]) -> int:
+        """Return how many first blocks are held."""
+        return sum(1 for _ in itertools.takewhile(self._held.__contains__, names))
+
+    def store(self, salt: str, tokens: Sequence[int]) -> None:
+        """Hold the whole blocks of a sequence, and forget the least recently used ones."""
+        size = self._emulation.block_tokens
+        events: list[dict[str, Any]] = []
+        names = self.names(salt, tokens)
+        for at, name in enumerate(names):
+            if name not in self._held:
+                parent = names[at - 1] if at else None
+                events.append(
+                    {
+                        "type": "BlockStored",
+                        "block_hashes": [name],
+                        "parent_block_hash": parent,
+                        "token_ids": list(tokens[at * size : (at + 1) * size]),
+                        "block_size": size,
+                        "extra_keys": [[salt] if not at else None],
+                    }
+                )
+        for name in reversed(names):
+            self._held[name] = None
+            self._held.move_to_end(name)
+        removed = []
+        while len(self._held) > self._emulation.blocks:
+            removed.append(self._held.popitem(last=False)[0])
+        if removed:
+            events.append({"type": "BlockRemoved", "block_hashes": removed})
+        if events:
+            self._publish(events)
+
+
+class EmulatedVllm:
+    """The server's application.
+
+    Attributes:
+        bodies: Requests for tokens that have arrived.
+        running: Responses that have not ended.
+        sent: Chunks of all responses so far.
+    """
+
+    def __init__(self, emulation: Emulation) -> None:
+        self.emulation = emulation
+        self.bodies: list[dict[str, Any]] = []
+        self.running = 0
+        self.sent = 0
+        self.cache = EmulatedCache(emulation, self._publish)
+        self._prefill = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._zmq: zmq.asyncio.Context | None = None
+        self._publisher: zmq.asyncio.Socket | None = None
+        routes = [
+            Route("/health", self._health),
+            Route("/version", self._version),
+            Route("/v1/models", self._models),
+            Route("/metrics", self._metrics),
+        ]
+        if "--enable-scale-out" not in emulation.missing:
+            routes.append(Route(GENERATE, self._generate, methods=["POST"]))
+        self.app = Starlette(routes=routes, lifespan=self._lifespan)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        if self.emulation.events_port:
+            self._zmq = zmq.asyncio.Context()
+            self._publisher = self._zmq.socket(zmq.PUB)
+            self._publisher.bind(f"tcp://127.0.0.1:{self.emulation.events_port}")
+        yield
+        if self._zmq is not None:
+            self._zmq.destroy(linger=0)
+
+    def _publish(self, events: list[dict[str, Any]]) -> None:
+        if self._publisher is None:
+            return
+        payload = msgspec.msgpack.encode([time.time(), events])
+        number = next(self._numbers).to_bytes(8, "big")
+        self._publisher.send_multipart([b"", number, payload])
+
+    async def _health(self, _: Request) -> Response:
+        await self._hang()
+        return Response(status_code=503 if self.emulation.fault == "dead" else 200)
+
+    async def _hang(self) -> None:
+        while self.emulation.fault == "hang":  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    async def _version(self, _: Request) -> Response:
+        await self._hang()
+        return JSONResponse({"version": VERSION})
+
+    async def _models(self, request: Request) -> Response:
+        await self._hang()
+        if refused := self._refused(request):
+            return refused
+        one = self.emulation
+        card = {"id": one.model, "root": one.root, "max_model_len": one.max_model_len}
+        return JSONResponse({"object": "list", "data": [{**card, "parent": None}]})
+
+    def _refused(self, request: Request) -> Response | None:
+        key = self.emulation.key
+        if key and request.headers.get("authorization") != f"Bearer {key}":
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        return None
+
+    async def _metrics(self, _: Request) -> Response:
+        await self._hang()
+        one = self.emulation
+        lines = [f"process_start_time_seconds {one.started}"]
+        for rank in range(one.ranks):
+            labels = {
+                "block_size": one.block_tokens,
+                "num_gpu_blocks": one.blocks,
+                "enable_prefix_caching": "--no-enable-prefix-caching" not in one.missing,
+                "engine": rank,
+            }
+            shown = ",".join(f'{name}="{value}"' for name, value in labels.items())
+            lines.append(f"vllm:cache_config_info{{{shown}}} 1.0")
+        return PlainTextResponse("\n".join(lines) + "\n")
+
+    async def _generate(self, request: Request) -> Response:
+        await self._hang()
+        if refused := self._refused(request):
+            return refused
+        body = msgspec.json.decode(await request.body())
+        one = self.emulation
+        if body.get("model", one.model) != one.model:
+            message = f"The model `{body['model']}` does not exist."
+            return JSONResponse({"error": {"message": message, "code": 404}}, 404)
+        if len(body["token_ids"]) >= one.max_model_len:
+            message = f"the prompt exceeds the maximum model length of {one.max_model_len}"
+            return JSONResponse({"error": {"message": message, "code": 400}}, 400)
+        if one.fault == "500":
+            return JSONResponse({"error": {"message": "a bug", "code": 500}}, 500)
+        self.bodies.append(body)
+        if body.get("stream"):
+            return StreamingResponse(self._stream(body), media_type="text/event-stream")
+        chunks = [chunk async for chunk in self._chunks(body)]
+        ids = [token for chunk in chunks for one in chunk["choices"] for token in one["token_ids"]]
+        whole = {"index": 0, "token_ids": ids, "finish_reason": "length"}
+        return JSONResponse({"choices": [whole], "usage": chunks[-1]["usage"]})
+
+    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        self.running += 1
+        try:
+            count = 0
+            async for chunk in self._chunks(body):
+                fault = self.emulation.fault
+                while self.emulation.fault in ("hang", "stall"):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                if fault == "garbage":
+                    yield b"data: <html>502 Bad Gateway</html>\n\n"
+                    return
+                if fault == "cut" and count >= 2:
+                    raise ConnectionError("cut on purpose")
+                count += 1
+                self.sent += 1
+                yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+            yield b"data: [DONE]\n\n"
+        finally:
+            self.running -= 1
+
+    async def _chunks(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        one = self.emulation
+        tokens: list[int] = list(body["token_ids"])
+        salt = body.get("cache_salt") or ""
+        names = self.cache.names(salt, tokens[:-1])
+        async with self._prefill:
+            cached = self.cache.cached(names) * one.block_tokens
+            await asyncio.sleep((len(tokens) - cached) / one.prefill_tokens_per_s)
+            self.cache.store(salt, tokens)
+        sampling = body["sampling_params"]
+        most = sampling["max_tokens"]
+        stops = set(sampling.get("stop_token_ids", ()))
+        for count in itertools.count(1):
+            token = next_token(tokens, one.vocab_size)
+            if one.fault == "foreign":
+                token = one.vocab_size + 7
+            tokens.append(token)
+            ends = count >= most and one.fault != "endless"
+            reason = "stop" if token in stops else "length" if ends else None
+            choice: dict[str, Any] = {"index": 0, "token_ids": [token], "finish_reason": reason}
+            if sampling.get("logprobs") is not None:
+                top = [{"token_id": token, "logprob": -0.5, "rank": 1}]
+                scored = {"token_id": token, "logprob": -0.5, "top_logprobs": top}
+                choice["logprobs"] = {"content": [scored]}
+            yield {"choices": [choice]}
+            if reason is not None:
+                break
+            await asyncio.sleep(one.token_s)
+        self.cache.store(salt, tokens[:-1])
+        details = {"cached_tokens": cached}
+        usage: dict[str, Any] = {"prompt_tokens": len(body["token_ids"])}
+        if "--enable-prompt-tokens-details" not in one.missing:
+            usage["prompt_tokens_details"] = details
+        yield {"choices": [], "usage": usage}
+
+
+def next_token(tokens: Sequence[int], vocab_size: int) -> int:
+    """Return the token behind others, which depends on the last 64 of them and their number."""
+    packed = msgspec.msgpack.encode([len(tokens), tokens[-64:]])
+    digest = hashlib.blake2b(packed, digest_size=4).digest()
+    return 1000 + int.from_bytes(digest, "little") % (vocab_size - 1000)
+
+
+class EmulatedServer:
+    """A listening server, in the event loop of its caller."""
+
+    def __init__(self, emulation: Emulation, port: int = 0) -> None:
+        self.vllm = EmulatedVllm(emulation)
+        config = uvicorn.Config(
+            self.vllm.app,
+            host="127.0.0.1",
+            port=port,
+            log_level="critical",
+            access_log=False,
+            timeout_graceful_shutdown=0,
+        )
+        self._server = uvicorn.Server(config)
+        self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Listen, and return the URL."""
+        self._task = asyncio.ensure_future(self._server.serve())
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+            await asyncio.sleep(0.005)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        return f"http://127.0.0.1:{port}"
+
+    async def stop(self) -> None:
+        """Close the port and all connections."""
+        self._server.force_exit = True
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+
+async def main() -> None:
+    """Run ``python -m benchmarks.emulated_vllm``, with a server at each port."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ports", type=int, nargs="+")
+    parser.add_argument("--events", action="store_true", help="publish events at PORT + 1000")
+    parser.add_argument("--blocks", type=int, default=1024)
+    parser.add_argument("--block-tokens", type=int, default=32)
+    parser.add_argument("--prefill-tokens-per-s", type=float, default=20_000.0)
+    parser.add_argument("--token-s", type=float, default=0.005)
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    options = parser.parse_args()
+    for port in options.ports:
+        emulation = Emulation(
+            blocks=options.blocks,
+            block_tokens=options.block_tokens,
+            prefill_tokens_per_s=options.prefill_tokens_per_s,
+            token_s=options.token_s,
+            max_model_len=options.max_model_len,
+            events_port=port + 1000 if options.events else 0,
+        )
+        print(await EmulatedServer(emulation, port).start(), os.getpid(), flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

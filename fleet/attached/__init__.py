@@ -1,0 +1,1 @@
+"""The process of all attached servers, with a worker of the fleet for each."""

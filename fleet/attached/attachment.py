@@ -1,0 +1,187 @@
+"""Life of one attached server: examined, then a worker of the fleet until it is gone.
+
+    absent ──healthy──▶ examined ──fits──▶ ready ──gone, replaced or broken──▶ absent
+                            └──lacks something──▶ unfit ──(again)──▶ examined
+    any ──leaves its source, or `drain`──▶ draining ──▶ left
+
+The server itself is never changed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+from baton.engine.process.handle import EngineHandle
+from baton.engine.process.link import InnerLink
+from baton.engine.process.messages import Ready
+from baton.engine.remote.attached import Endpoints, ServerFacts, ServerKind, UnfitServerError
+from baton.engine.remote.http import HttpOrigin
+from baton.types.errors import BatonError
+from fleet.attached.sources import ServerEntry
+from fleet.worker.settings import WorkerSettings
+from fleet.worker.start import StartContext
+from fleet.worker.worker import DRAIN_S, Worker
+
+_LOG = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+_UNFIT_RETRY_S = 3.0
+_LOST_DRAIN_S = 1.0  # for routers to take the requests of a server that is gone
+
+
+class Attachment:
+    """A server of one lane, and its worker while it has one.
+
+    Args:
+        entry: The server.
+        kind: Kind of the servers.
+        settings: Returns the settings of the worker's life with a number.
+        alone_on_host: Whether no other server of the fleet has its host.
+        changed: Called after each change of the phase.
+
+    Attributes:
+        phase: ``starting`` until the server was looked at, then as in the picture.
+        reason: Reason for a phase other than ``ready``.
+        epoch: Number of the worker's life.
+    """
+
+    def __init__(
+        self,
+        entry: ServerEntry,
+        kind: ServerKind,
+        settings: Callable[[int], WorkerSettings],
+        alone_on_host: bool,
+        changed: Callable[[], None],
+    ) -> None:
+        self.entry = entry
+        self.phase = "starting"
+        self.reason = ""
+        self.epoch = 0
+        self._kind = kind
+        self._settings = settings
+        self._alone_on_host = alone_on_host
+        self._changed = changed
+        self._leaving = asyncio.Event()
+        self._hurried = asyncio.Event()
+        self._origin = HttpOrigin.of_url(entry.url, entry.key, entry.address)
+
+    def leave(self, *, at_once: bool = False) -> None:
+        """Drain the worker and end; ``at_once`` does not wait for its requests."""
+        self._leaving.set()
+        if at_once:
+            self._hurried.set()
+
+    async def run(self) -> None:
+        """Keep a worker for the server while it is healthy, until it leaves."""
+        while not self._leaving.is_set():
+            try:
+                facts = await self._unless_leaving(self._examine())
+                if facts is not None:
+                    await self._serve(facts)
+            except UnfitServerError as error:
+                self._show("unfit", error.message)
+                await self._pause(_UNFIT_RETRY_S)
+            except BatonError as error:
+                self._show("absent", error.message)
+                await self._pause(_RETRY_S)
+            except (OSError, ValueError) as error:
+                _LOG.exception("cannot attach server=%s", self.entry.name)
+                self._show("unfit", f"{type(error).__name__}: {error}")
+                await self._pause(_UNFIT_RETRY_S)
+        self._show("left", "")
+
+    async def _examine(self) -> ServerFacts:
+        if self.entry.role == "prefill" and not self._kind.hand_off:
+            raise UnfitServerError(f"{self.entry.label}: role: prefill needs `hand_off: nixl`")
+        return await self._kind.examine(self._origin)
+
+    async def _serve(self, facts: ServerFacts) -> None:
+        """Run one life of the worker."""
+        self.epoch += 1
+        settings = self._settings(self.epoch)
+        events: Endpoints = self.entry.events or ()
+        if self.entry.events is None and self._alone_on_host:
+            events = await self._kind.default_events(self.entry.host, facts)
+        _LOG.info(
+            "attaching worker=%s server=%s %s model=%s blocks=%d of %d tokens, KV events: %s",
+            settings.worker_id,
+            self.entry.name,
+            facts.engine,
+            facts.model,
+            facts.blocks,
+            facts.block_tokens,
+            ", ".join(stream for stream, _ in events) or "none, so prefixes are approximate",
+        )
+        link = InnerLink(self._ready(facts))
+        engine = self._kind.engine(link.report, self._origin, facts, events)
+        link.handle = engine.handle
+        link.close = engine.close
+
+        async def connect(context: StartContext, stack: AsyncExitStack) -> EngineHandle:
+            stack.push_async_callback(link.stop)
+            return EngineHandle(link)
+
+        worker = await Worker.start(settings, connect)
+        self._show("ready", "")
+        ended = asyncio.ensure_future(worker.wait())
+        leaving = asyncio.ensure_future(self._leaving.wait())
+        try:
+            await asyncio.wait((ended, leaving, engine.broken), return_when=asyncio.FIRST_COMPLETED)
+            lost = engine.broken.result() if engine.broken.done() else ""
+            if not ended.done():
+                self._show("draining", lost)
+                await worker.drain(_LOST_DRAIN_S if lost else DRAIN_S, self._hurried)
+                await worker.stop()
+        finally:
+            leaving.cancel()
+            await worker.stop()
+            await worker.closed()
+            ended.cancel()
+        if not self._leaving.is_set():
+            why = lost or f"{self.entry.label}: its worker failed; see the log"
+            _LOG.warning("lost worker=%s: %s", settings.worker_id, why)
+            self._show("absent", why)
+
+    def _ready(self, facts: ServerFacts) -> Ready:
+        own = self._kind.describe(facts)
+        artifact = self._kind.artifact
+        config = artifact.config
+        return Ready(
+            pid=os.getpid(),
+            geometry=own.geometry,
+            numerics_id=own.numerics_id,
+            weights_digest=artifact.weights_digest,
+            eos_token_ids=config.eos_token_ids,
+            max_context_tokens=facts.max_context_tokens or config.max_context_tokens,
+            threads=0,
+            load_s=0.0,
+            hand_off=own.hand_off,
+        )
+
+    async def _unless_leaving(self, work: Any) -> Any:
+        """Return the result of ``work``, or None if the server leaves meanwhile."""
+        task = asyncio.ensure_future(work)
+        leaving = asyncio.ensure_future(self._leaving.wait())
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, BatonError):
+            await task
+        return None
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._leaving.wait()
+
+    def _show(self, phase: str, reason: str) -> None:
+        if (phase, reason) != (self.phase, self.reason):
+            self.phase = phase
+            self.reason = reason
+            self._changed()

@@ -1,0 +1,253 @@
+"""The process of all attached servers: ``python -m fleet.attached.process``, settings on its input.
+
+It prints a line of JSON whenever the phase of a server changes, and ends after a
+signal, once other workers have resumed the requests of its servers.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from baton.config.fleet_file import FleetConfig
+from baton.engine.parent import die_with_parent
+from baton.engine.remote.attached import ServerKind
+from baton.registry.admin_commands import AdminCommands, CommandReply
+from baton.registry.redis_store import Registry, RegistryUnavailableError
+from baton.registry.types import worker_name
+from baton.telemetry.logs import set_up_logs
+from baton.telemetry.tasks import BackgroundTasks
+from baton.types.lanes import worker_prefix
+from baton.wire.process_end import exit_process
+from fleet.attached.attachment import Attachment
+from fleet.attached.kinds import kind_of
+from fleet.attached.sources import ServerEntry, ServerSource
+from fleet.pools.resources import ControllerSpec, worker_settings
+from fleet.pools.slots import Launch
+from fleet.worker.settings import WorkerSettings
+
+_LOG = logging.getLogger(__name__)
+
+POLL_S = 2.0
+_LINE_BYTES = 16 << 20
+_COMMANDS_S = 0.5
+_NO_COMMANDS = (
+    "the workers of this fleet are attached servers: change their list, in which `drain: true` "
+    "drains one"
+)
+_LIVES = 1000  # of a worker's life in one process, as epochs only grow
+
+
+class AttachedSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the process.
+
+    Attributes:
+        spec: Arguments that all workers share, with the fleet's configuration.
+        number: Number of this process, of all those of the fleet.
+    """
+
+    spec: ControllerSpec
+    number: int = 0
+
+
+class LaneServers:
+    """Servers of one model: they follow their source.
+
+    Args:
+        config: Configuration of the lane.
+        kind: Kind of its servers.
+        source: Source of its servers.
+        settings: Settings of the process.
+        tasks: Tasks of the process.
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        kind: ServerKind,
+        source: ServerSource,
+        settings: AttachedSettings,
+        tasks: BackgroundTasks,
+    ) -> None:
+        self._config = config
+        self._kind = kind
+        self._source = source
+        self._settings = settings
+        self._tasks = tasks
+        self._numbers: dict[str, int] = {}  # by the server's name; kept when it leaves
+        self._attachments: dict[str, Attachment] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self.problem = ""
+
+    def change(self, config: FleetConfig, source: ServerSource) -> None:
+        """Follow another source. Other settings hold for workers that begin from now on."""
+        self._config = config
+        self._source = source
+
+    async def follow(self) -> None:
+        """Read the source for ever, and attach and drain servers as it changes."""
+        while True:
+            try:
+                entries = await self._source.read()
+                self.problem = ""
+            except (OSError, ValueError) as error:
+                if f"{error}" != self.problem:
+                    self.problem = f"{error}"
+                    _LOG.error("cannot read the list of servers; it stays: %s", error)
+            else:
+                self._apply(entries)
+            await asyncio.sleep(POLL_S)
+
+    async def refuse_commands(self) -> None:
+        """Answer admin commands, which a controller executes in other fleets."""
+        registry = Registry(self._settings.spec.redis_url, self._config.fleet)
+        commands = AdminCommands(registry)
+        while True:
+            with contextlib.suppress(RegistryUnavailableError):
+                while (command := await commands.take()) is not None:
+                    problem = "" if command.verb == "ping" else _NO_COMMANDS
+                    await commands.answer(command, CommandReply(problem))
+            await asyncio.sleep(_COMMANDS_S)
+
+    async def leave(self, *, at_once: bool) -> None:
+        """Drain all servers, and wait until their workers have ended."""
+        for one in self._attachments.values():
+            one.leave(at_once=at_once)
+        if self._running:
+            await asyncio.wait(self._running)
+
+    def _apply(self, entries: Sequence[ServerEntry]) -> None:
+        hosts = Counter(entry.host for entry in entries)
+        wanted = {entry.name: entry for entry in entries if not entry.drain}
+        for name, one in list(self._attachments.items()):
+            if one.phase == "left":
+                del self._attachments[name]
+                self._report()
+            elif one.entry != wanted.get(name):
+                one.leave()
+        for name, entry in wanted.items():
+            if name not in self._attachments:
+                self._attach(name, entry, alone=hosts[entry.host] == 1)
+
+    def _attach(self, name: str, entry: ServerEntry, *, alone: bool) -> None:
+        self._numbers.setdefault(name, len(self._numbers))
+        one = Attachment(
+            entry,
+            self._kind,
+            partial(self._worker, name, entry),
+            alone,
+            self._report,
+        )
+        self._attachments[name] = one
+        running = self._tasks.spawn(one.run(), "attachment")
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+
+    def _worker_id(self, name: str) -> str:
+        return worker_name(self._numbers[name], worker_prefix(self._config.fleet))
+
+    def _worker(self, name: str, entry: ServerEntry, life: int) -> WorkerSettings:
+        """Return the settings of a worker's life."""
+        epoch = self._settings.number * _LIVES + life
+        launch = Launch(self._worker_id(name), entry.role, epoch)
+        fields = worker_settings(self._config, launch, self._settings.spec)
+        fields |= {"label": entry.label, "transports": ["grpc"]}
+        return msgspec.convert(fields, WorkerSettings)
+
+    def _report(self) -> None:
+        """Print the state of all servers of this lane, as the supervisor shows it."""
+        slots = [
+            {
+                "worker_id": self._worker_id(name),
+                "phase": one.phase,
+                "epoch": one.epoch,
+                "reason": one.reason,
+                "node": one.entry.label,
+            }
+            for name, one in self._attachments.items()
+        ]
+        sys.stdout.write(msgspec.json.encode({self._config.fleet: slots}).decode() + "\n")
+        sys.stdout.flush()
+
+
+async def serve(settings: AttachedSettings) -> int:
+    """Attach the servers of all lanes until a signal; a second one does not wait for requests."""
+    stopping = asyncio.Event()
+    hurried = asyncio.Event()
+
+    def stop() -> None:
+        (hurried if stopping.is_set() else stopping).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    tasks = BackgroundTasks("attached servers")
+    config = FleetConfig.model_validate_json(settings.spec.config_json)
+    lanes = [await _lane(one, settings, tasks) for one in config.lanes]
+    following = [tasks.keep(one.follow, "servers") for one in lanes]
+    following += [tasks.keep(one.refuse_commands, "admin commands") for one in lanes]
+    following.append(tasks.keep(partial(_follow_file, lanes), "configuration"))
+    await stopping.wait()
+    for task in following:
+        task.cancel()
+    leaving = [tasks.spawn(one.leave(at_once=False), "leave") for one in lanes]
+    hurrying = asyncio.ensure_future(hurried.wait())
+    await asyncio.wait((*leaving, hurrying), return_when=asyncio.FIRST_COMPLETED)
+    for one in lanes:
+        await one.leave(at_once=hurried.is_set())
+    hurrying.cancel()
+    await tasks.close()
+    return 0
+
+
+async def _follow_file(lanes: Sequence[LaneServers]) -> None:
+    """Apply each configuration that arrives as a line of the input."""
+    reader = asyncio.StreamReader(limit=_LINE_BYTES)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
+    while line := await reader.readline():
+        config = FleetConfig.model_validate_json(line)
+        for lane, one in zip(lanes, config.lanes, strict=True):
+            if one.pools.servers is not None:
+                lane.change(one, ServerSource(one.pools.servers))
+
+
+async def _lane(
+    config: FleetConfig, settings: AttachedSettings, tasks: BackgroundTasks
+) -> LaneServers:
+    servers = config.pools.servers
+    if servers is None:
+        raise ValueError(f"{config.fleet}: there are no `servers`")
+    kind = await asyncio.get_running_loop().run_in_executor(None, kind_of, config)
+    return LaneServers(config, kind, ServerSource(servers), settings, tasks)
+
+
+def _first_line() -> bytes:
+    """Read a line and no byte behind it."""
+    line = b""
+    while (byte := os.read(0, 1)) not in (b"", b"\n"):
+        line += byte
+    return line
+
+
+def main() -> None:
+    """Run this module with settings, secrets included, as a line of JSON on standard input.
+
+    Further lines are changed configurations.
+    """
+    die_with_parent()
+    settings = msgspec.json.decode(_first_line(), type=AttachedSettings)
+    config = FleetConfig.model_validate_json(settings.spec.config_json)
+    set_up_logs(config.logs.format, fields={"fleet": config.fleet})
+    exit_process(asyncio.run(serve(settings)))
+
+
+if __name__ == "__main__":
+    main()

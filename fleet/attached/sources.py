@@ -1,0 +1,140 @@
+"""Sources of attached servers: the fleet file, a DNS name, or a file that changes."""
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+from pydantic import ValidationError
+
+from baton.config.attached import SERVERS, AttachedServer, AttachedServers, refuse_repeated
+from baton.config.secrets import read_text
+from baton.config.section import problem_of
+from baton.config.watched_files import WatchedFiles
+from baton.config.yaml_text import YamlTextError, dotted, parse_yaml
+from baton.registry.types import Role
+
+
+class ServerEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """Server as its source describes it.
+
+    Attributes:
+        url: Its URL.
+        address: Address to connect to, one of several of the URL's host; empty: the host.
+        events: ZeroMQ endpoints of its KV events, each with the one that repeats them, or "";
+            None: those of vLLM's default are tried.
+        label: Name in lists.
+        drain: Whether it takes no new requests.
+    """
+
+    url: str
+    address: str
+    role: Role
+    events: tuple[tuple[str, str], ...] | None
+    key: str
+    label: str
+    drain: bool
+
+    @property
+    def name(self) -> str:
+        """Name that no other server of the source has."""
+        return f"{self.url} {self.address}"
+
+    @property
+    def host(self) -> str:
+        """Host or address of the server."""
+        return self.address or urlsplit(self.url).hostname or ""
+
+
+class ServerSource:
+    """Source of servers, which is read every few seconds.
+
+    Raises:
+        OSError, ValueError: Its file cannot be used.
+    """
+
+    def __init__(self, config: AttachedServers) -> None:
+        self._servers = config.list or ()
+        self._dns = config.dns
+        self._file: WatchedFiles[tuple[AttachedServer, ...]] | None = None
+        if (file := config.file) is not None:
+            self._file = WatchedFiles((file,), lambda: read_servers(file))
+
+    async def read(self) -> Sequence[ServerEntry]:
+        """Return the present servers. A wrong file leaves the last good list in use.
+
+        Raises:
+            OSError, ValueError: The source cannot be read; the servers stay as they are.
+        """
+        if self._dns is not None:
+            return [entry_of(self._dns, address) for address in await _addresses(self._dns)]
+        servers = self._servers if self._file is None else self._file.current
+        return [entry_of(server) for server in servers]
+
+
+async def _addresses(server: AttachedServer) -> list[str]:
+    """Return the addresses that a server's host name has now."""
+    host = urlsplit(server.url).hostname
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", None)):
+            return []  # a headless service without ready pods
+        raise
+    return sorted({str(address[4][0]) for address in found})
+
+
+def read_servers(file: str) -> tuple[AttachedServer, ...]:
+    """Return the servers in a YAML file, which has them in a list, `servers`.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not a list of servers.
+    """
+    text = Path(file).read_text(encoding="utf-8")
+    try:
+        parsed = parse_yaml(text, "a file of servers", lambda path: path)
+        if parsed.data.keys() - {"servers"}:
+            raise ValueError(f"{file}: only the key `servers` is known, a list")
+        servers = SERVERS.validate_python(tuple(parsed.data.get("servers") or ()))
+    except (YamlTextError, TypeError) as error:
+        raise ValueError(f"{file}:{error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{file}: servers{dotted(first['loc'])}: {problem_of(first)}") from None
+    refuse_repeated(servers)
+    return servers
+
+
+def entry_of(server: AttachedServer, address: str = "") -> ServerEntry:
+    """Return a server with its key, at one of the addresses of its host.
+
+    Raises:
+        SecretError: The file of its key cannot be read.
+    """
+    parts = urlsplit(server.url)
+    host = address or parts.hostname or ""
+    shown = f"[{host}]" if ":" in host else host
+    key = ""
+    if server.key_file is not None:
+        key = read_text(server.key_file, "the key of a server").strip()
+    events = None
+    if server.events is not None:
+        replay = server.replay or ("",) * len(server.events)
+        events = tuple(
+            (stream.replace("*", shown), again.replace("*", shown))
+            for stream, again in zip(server.events, replay, strict=True)
+        )
+    port = f":{parts.port}" if parts.port else ""
+    return ServerEntry(
+        url=server.url,
+        address=address,
+        role=server.role,
+        events=events,
+        key=key,
+        label=server.label or f"{shown}{port}",
+        drain=server.drain,
+    )

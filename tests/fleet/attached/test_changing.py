@@ -1,0 +1,194 @@
+"""Servers that come and go while the fleet serves, and a fleet that cannot start."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from baton.config.fleet_file import DEFAULT_MODEL
+from benchmarks.emulated_vllm import Emulation
+from fleet.local import state as fleet_state
+from tests.fleet.attached.rig import (
+    MODEL,
+    PROMPT,
+    AttachedFleet,
+    Background,
+    Emulated,
+    ServerThread,
+    expected,
+)
+from tests.fleet.test_up import wait_for
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+LIKE = Emulation(model=MODEL, root=f"/models/{MODEL}", token_s=0.02)
+
+
+@pytest.fixture
+def thread() -> Iterator[ServerThread]:
+    thread = ServerThread()
+    yield thread
+    thread.close()
+
+
+def write(file: Path, *servers: Emulated, **more: object) -> None:
+    scratch = file.with_suffix(".new")
+    scratch.write_text(yaml.safe_dump({"servers": [{"url": one.url, **more} for one in servers]}))
+    scratch.replace(file)
+
+
+def test_servers_come_and_go_with_their_file(thread: ServerThread, tmp_path: Path) -> None:
+    file = tmp_path / "servers.yaml"
+    first = thread.start(replace(LIKE))
+    write(file, first)
+    fleet = AttachedFleet(tmp_path, {"file": str(file)})
+    try:
+        fleet.wait_ready()
+        fleet.wait_for_servers(first)
+        second = thread.start(replace(LIKE))
+        write(file, first, second)
+        fleet.wait_for_servers(first, second)
+        for number in range(8):
+            fleet.complete(2, [number, *range(300, 340)])
+        assert second.bodies
+
+        response = Background(lambda: fleet.complete(100))
+        wait_for(lambda: any(len(body["token_ids"]) == 100 for body in all_of(first, second)), 10)
+        left, stays = (first, second) if has_prompt(first) else (second, first)
+        write(file, stays)
+        fleet.wait_for_servers(stays)
+        assert response.result() == expected(100)
+        left.bodies.clear()
+        assert fleet.complete(4) == expected(4)
+        assert left.bodies == []
+
+        write(file, stays, drain=True)
+        wait_for(lambda: not fleet.ready(), 10)
+        write(file, stays, label="rack-1")
+        wait_for(lambda: fleet.ready() == {"rack-1"}, 10)
+        shown = baton(fleet, "status")
+        assert "rack-1" in shown.stdout
+        refused = baton(fleet, "drain", "worker-0")
+        assert refused.returncode == 1
+        assert "`drain: true`" in refused.stderr
+    finally:
+        fleet.close()
+
+
+def all_of(*servers: Emulated) -> list[dict[str, object]]:
+    return [body for server in servers for body in server.bodies]
+
+
+def has_prompt(server: Emulated) -> bool:
+    return any(len(body["token_ids"]) == 100 for body in server.bodies)
+
+
+def baton(fleet: AttachedFleet, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "fleet.cli.main", *words],
+        env={**os.environ, "BATON_HOME": str(fleet.folder), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_process_of_the_servers_is_one_and_comes_back(
+    thread: ServerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = [thread.start(replace(LIKE)) for _ in range(2)]
+    fleet = AttachedFleet(tmp_path, [one.url for one in servers])
+    try:
+        fleet.wait_ready()
+        monkeypatch.setenv("BATON_HOME", str(tmp_path))
+        state = fleet_state.load("attached")
+        assert state is not None
+        supervisor = psutil.Process(state.supervisor.pid)
+        programs = [json.dumps(child.cmdline()) for child in supervisor.children(recursive=True)]
+        assert sum("fleet.attached.process" in program for program in programs) == 1
+        assert not any("ray" in program.replace("array", "") for program in programs)
+        (attached,) = [c for c in supervisor.children() if "fleet.attached.process" in c.cmdline()]
+        assert "torch" not in "".join(one.path for one in attached.memory_maps())
+        response = Background(lambda: fleet.complete(60))
+        wait_for(lambda: any(has_prompt(one) for one in servers), 10)
+        attached.send_signal(signal.SIGKILL)
+        with pytest.raises(AssertionError, match="worker_lost"):  # it had all the workers
+            response.result()
+        fleet.wait_for_servers(*servers)
+        assert fleet.complete(4) == expected(4)
+        all_of_them = supervisor.children(recursive=True)
+    finally:
+        fleet.close()
+    assert psutil.wait_procs(all_of_them, 5)[1] == []
+
+
+def test_a_fleet_of_unfit_servers_does_not_start(thread: ServerThread, tmp_path: Path) -> None:
+    server = thread.start(replace(LIKE, missing=frozenset(["--enable-scale-out"])))
+    fleet = AttachedFleet(tmp_path, [server.url])
+    assert fleet.served.process.wait(60) == 1
+    assert "add `--enable-scale-out` to its `vllm serve`" in fleet.served.output.read_text()
+    examined = baton(fleet, "doctor", str(tmp_path / "fleet.yaml"), "--json")
+    found = {one["name"]: one for one in json.loads(examined.stdout)}
+    assert "--enable-scale-out" in found[server.url.removeprefix("http://")]["text"]
+
+
+def test_a_running_fleet_takes_a_changed_list(thread: ServerThread, tmp_path: Path) -> None:
+    servers = [thread.start(replace(LIKE)) for _ in range(2)]
+    fleet = AttachedFleet(tmp_path, [servers[0].url])
+    try:
+        fleet.wait_ready()
+        config = json.loads((tmp_path / "fleet.yaml").read_text())
+        absent = thread.start(replace(LIKE))
+        absent.stop()
+        config["pools"]["vllm"]["servers"] = [servers[1].url, absent.url]
+        (tmp_path / "fleet.yaml").write_text(json.dumps(config))
+        done = baton(fleet, "up", str(tmp_path / "fleet.yaml"), "--reconcile")
+        assert done.returncode == 0, done.stdout + done.stderr
+        fleet.wait_for_servers(servers[1])
+        assert fleet.complete(4) == expected(4)
+    finally:
+        fleet.close()
+
+
+def test_serve_needs_no_file_but_the_model_if_its_folder_is_elsewhere(
+    thread: ServerThread, tmp_path: Path
+) -> None:
+    server = thread.start(replace(LIKE, root="org/tiny", model="org/tiny"))
+    command = [sys.executable, "-m", "fleet.cli.main", "serve", "--attach", server.url]
+    environment = {**os.environ, "BATON_HOME": str(tmp_path), "COLUMNS": "200"}
+    refused = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert refused.returncode == 1
+    assert "give the model with --model" in refused.stderr
+    output = tmp_path / "output"
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [*command, "--model", DEFAULT_MODEL, "--port", "0"],
+            env=environment,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+    try:
+        wait_for(lambda: "Baton is ready at" in output.read_text(), 60)
+        (url,) = re.findall(r"Baton is ready at (\S+)/v1", output.read_text())
+        models = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
+        assert [one["id"] for one in models] == ["tiny", "org/tiny"]
+        body = {"model": "org/tiny", "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
+        body |= {"temperature": 0, "return_token_ids": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=30)
+        assert answer.json()["choices"][0]["token_ids"] == expected(4)
+    finally:
+        process.terminate()
+        process.wait(30)

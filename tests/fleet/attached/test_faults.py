@@ -1,0 +1,159 @@
+"""Faults of attached servers: no wrong token, no request without an end, no failed request.
+
+The servers are real HTTP servers that speak vLLM's protocol, as a real one cannot be made to fail
+so. ``tests/vllm/test_attached.py`` has the same path with real servers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+
+from benchmarks.emulated_vllm import Emulation
+from tests.fleet.attached.rig import (
+    MODEL,
+    PROMPT,
+    AttachedFleet,
+    Background,
+    Emulated,
+    ServerThread,
+    expected,
+)
+from tests.fleet.test_up import wait_for
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+LIKE = Emulation(model=MODEL, root=f"/models/{MODEL}", token_s=0.02)
+
+
+class Pair(NamedTuple):
+    """Two servers and their fleet."""
+
+    fleet: AttachedFleet
+    servers: list[Emulated]
+    thread: ServerThread
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    thread = ServerThread()
+    servers = [thread.start(replace(LIKE)) for _ in range(2)]
+    fleet = AttachedFleet(tmp_path_factory.mktemp("attached"), [one.url for one in servers])
+    try:
+        fleet.wait_ready()
+        yield Pair(fleet, servers, thread)
+    finally:
+        fleet.close()
+        thread.close()
+
+
+@pytest.fixture
+def pair(both: Pair) -> Iterator[Pair]:
+    """Both servers, well and ready."""
+    both.fleet.wait_for_servers(*both.servers)
+    for server in both.servers:
+        server.bodies.clear()
+    yield both
+    for server in both.servers:
+        server.emulation.fault = ""
+
+
+def asked(server: Emulated) -> list[dict[str, Any]]:
+    """Return the requests of clients at a server, without those that check it."""
+    return [body for body in server.bodies if len(body["token_ids"]) >= len(PROMPT)]
+
+
+def busy(pair: Pair) -> Emulated:
+    """Return the server that has sent some tokens of the only response."""
+    wait_for(lambda: any(asked(one) for one in pair.servers), 10)
+    server = next(one for one in pair.servers if asked(one))
+    before = server.sent
+    wait_for(lambda: server.sent > before + 3, 10)
+    return server
+
+
+FAULTS = ["hang", "stall", "garbage", "cut", "foreign"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_response_goes_on_at_another_server_with_equal_tokens(pair: Pair, fault: str) -> None:
+    response = Background(lambda: pair.fleet.complete(60))
+    server = busy(pair)
+    server.emulation.fault = fault
+    assert response.result() == expected(60)
+    other = next(one for one in pair.servers if one is not server)
+    (resumed,) = asked(other)
+    assert len(resumed["token_ids"]) > len(PROMPT)  # behind what the first server has sent
+
+
+def test_an_error_of_a_server_is_no_error_of_the_client(pair: Pair) -> None:
+    pair.servers[0].emulation.fault = "500"
+    for number in range(8):
+        prompt = [number, *range(300, 340)]
+        assert pair.fleet.complete(4, prompt) == expected(4, prompt)
+
+
+def test_a_slow_server_is_not_given_up(pair: Pair) -> None:
+    for server in pair.servers:
+        server.emulation.token_s = 1.2  # longer than a look at its health
+    try:
+        assert pair.fleet.complete(4) == expected(4)
+        assert sum(len(asked(one)) for one in pair.servers) == 1
+    finally:
+        for server in pair.servers:
+            server.emulation.token_s = LIKE.token_s
+
+
+def test_a_response_that_the_server_does_not_end_has_the_tokens_that_were_asked(
+    pair: Pair,
+) -> None:
+    for server in pair.servers:
+        server.emulation.fault = "endless"
+    assert pair.fleet.complete(8) == expected(8)
+    wait_for(lambda: not any(one.running for one in pair.servers), 10)
+
+
+def test_a_server_that_changes_its_model_gets_no_request(pair: Pair) -> None:
+    changed = pair.servers[0]
+    changed.emulation.model = changed.emulation.root = "another"
+    try:
+        for number in range(8):
+            prompt = [number, *range(400, 440)]
+            assert pair.fleet.complete(4, prompt) == expected(4, prompt)
+        pair.fleet.wait_for_servers(pair.servers[1])
+        assert changed.bodies == []
+        wait_for(lambda: "serves another" in pair.fleet.served.output.read_text(), 10)
+    finally:
+        changed.emulation.model = MODEL
+        changed.emulation.root = LIKE.root
+    pair.fleet.wait_for_servers(*pair.servers)
+
+
+def test_a_server_that_was_replaced_begins_another_life(pair: Pair) -> None:
+    """Its cache is empty, so the index must not lead requests to it."""
+    pair.fleet.complete(4)
+    before = {name: one["incarnation"] for name, one in pair.fleet.workers().items()}
+    pair.servers[0].emulation.started += 1.0
+    name = pair.servers[0].url.removeprefix("http://")
+    wait_for(lambda: pair.fleet.workers()[name]["incarnation"] != before[name], 20)
+    pair.fleet.wait_for_servers(*pair.servers)
+    assert pair.fleet.complete(4) == expected(4)
+
+
+def test_a_dead_server_leaves_and_comes_back(pair: Pair) -> None:
+    dead = pair.servers[0]
+    port = dead.port
+    response = Background(lambda: pair.fleet.complete(60))
+    busy(pair)
+    dead.stop()
+    assert response.result() == expected(60)
+    pair.fleet.wait_for_servers(pair.servers[1])
+    pair.servers[0] = pair.thread.start(replace(LIKE), port)
+    pair.fleet.wait_for_servers(*pair.servers, limit_s=10)
+
+
+def test_all_servers_dead_is_an_error_with_a_status(pair: Pair) -> None:
+    for server in pair.servers:
+        server.emulation.fault = "500"
+    with pytest.raises(AssertionError, match="unavailable"):
+        pair.fleet.complete(4)

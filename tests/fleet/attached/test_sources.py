@@ -1,0 +1,113 @@
+"""Sources of attached servers: what they read, and what they refuse."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.config.attached import AttachedServers
+from baton.config.load import ConfigError, load_config
+from fleet.attached.sources import ServerEntry, ServerSource, read_servers
+
+URL = "http://gpu-1:8000"
+
+
+def servers_of(value: object) -> AttachedServers:
+    return AttachedServers.model_validate(value)
+
+
+async def entries(value: object) -> list[ServerEntry]:
+    return list(await ServerSource(servers_of(value)).read())
+
+
+async def test_a_list_has_urls_or_mappings(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    full = {
+        "url": "https://gpu-2:8443/vllm",
+        "role": "decode",
+        "events": ["tcp://*:5557", "tcp://*:5558"],
+        "key_file": str(key),
+        "label": "rack-2",
+    }
+    first, second = await entries([URL, full])
+    assert (first.url, first.events, first.label, first.key) == (URL, None, "gpu-1:8000", "")
+    assert second.events == (("tcp://gpu-2:5557", ""), ("tcp://gpu-2:5558", ""))
+    assert (second.key, second.label) == ("secret", "rack-2")
+
+
+async def test_a_name_stands_for_all_its_addresses() -> None:
+    found = await entries({"dns": {"url": "http://localhost:8000", "events": ["tcp://*:5557"]}})
+    by_address = {entry.address: entry for entry in found}
+    assert by_address["127.0.0.1"].events == (("tcp://127.0.0.1:5557", ""),)
+    assert by_address["127.0.0.1"].label == "127.0.0.1:8000"
+    assert len({entry.name for entry in found}) == len(found)
+
+
+async def test_a_name_without_addresses_has_no_servers() -> None:
+    assert await entries({"dns": "http://no-such-service.invalid:8000"}) == []
+
+
+async def test_a_changed_file_is_read_again_and_a_wrong_one_is_not_used(tmp_path: Path) -> None:
+    file = tmp_path / "servers.yaml"
+    file.write_text(f"servers: [{URL}]\n")
+    source = ServerSource(servers_of({"file": str(file)}))
+    assert [entry.url for entry in await source.read()] == [URL]
+    file.write_text(f"servers: [{URL}, http://gpu-2:8000]\n")
+    assert len(await source.read()) == 2
+    file.write_text("servers: {}\nothers: []\n")
+    assert len(await source.read()) == 2
+    file.write_text("servers: []\n")
+    assert list(await source.read()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("servers: [gpu-1]\n", r"servers\[0\].*url"),
+        (f"servers: [{URL}, {URL}]\n", "contains http://gpu-1:8000 twice"),
+        ("hosts: []\n", "only the key `servers`"),
+        ("servers: [\n", "not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "servers.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=problem):
+        read_servers(str(file))
+
+
+@pytest.mark.parametrize(
+    ("vllm", "more", "problem"),
+    [
+        ({"servers": []}, {}, "must have at least 1|at least 1 item"),
+        ({"servers": {"dns": URL, "file": "/f"}}, {}, "needs one of `list`, `dns` and `file`"),
+        ({"servers": [URL], "python": "/p"}, {}, "one of them"),
+        ({"servers": [URL], "gpus": 1}, {}, "gpus: not for `servers`"),
+        ({"servers": [{"url": URL, "replay": ["tcp://*:1"]}]}, {}, "replay needs one endpoint"),
+        ({"servers": [{"url": URL, "key_file": "k"}]}, {}, "absolute"),
+        ({"servers": ["ftp://gpu-1"]}, {}, "must match"),
+        ({"servers": [{"url": URL, "lable": "a"}]}, {}, "did you mean `label`"),
+        ({"servers": [URL]}, {"decode": 2}, "each of which has a role"),
+    ],
+)
+def test_a_wrong_fleet_file_is_refused(
+    tmp_path: Path, vllm: dict[str, Any], more: dict[str, Any], problem: str
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    pools = {"engine": "vllm", "vllm": vllm, **more}
+    file.write_text(f"model: /m\nnumerics: fast\npools: {pools!r}\n")
+    with pytest.raises(ConfigError, match=problem):
+        load_config(file)
+
+
+def test_a_fleet_of_servers_needs_four_lines(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    servers = f"[{URL}, http://gpu-2:8000]"
+    file.write_text(
+        f"model: /m\nnumerics: fast\npools: {{engine: vllm, vllm: {{servers: {servers}}}}}"
+    )
+    config = load_config(file)
+    again = type(config).model_validate_json(config.to_json())
+    assert again.pools.servers == config.pools.servers
+    assert config.is_attached

@@ -1,0 +1,248 @@
+"""A fleet in front of two real vLLM servers that it did not start (`make test-vllm`).
+
+The first server sends KV events, the second one does not.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from baton.engine.remote.http import HttpOrigin
+from tests.fleet.test_up import Served, wait_for
+from tests.vllm.places import ARGS, MODEL, PYTHON
+from tests.vllm.test_fleet import Fleet, load
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.fleet,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON.exists(), reason="`make test-vllm` makes the environment"),
+]
+READY_S = 300.0
+STORY = "The history of the lighthouse at the end of the world begins with a storm. " * 60
+CONTEXT = ("--max-model-len", "2048", "--served-model-name", "smol")
+NEEDED = ("--enable-scale-out", "--enable-prompt-tokens-details")
+
+
+class Server:
+    """A vLLM server as somebody else starts it."""
+
+    def __init__(
+        self, folder: Path, port: int, *more: str, variables: Mapping[str, str] | None = None
+    ) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self._folder = folder
+        self._more = more
+        self._variables = variables or {}
+        self.start()
+
+    def start(self) -> None:
+        command = [str(PYTHON.parent / "vllm"), "serve", str(MODEL), "--port", str(self.port)]
+        environment = {
+            **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            **self._variables,
+        }
+        with (self._folder / f"{self.port}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [*command, "--host", "127.0.0.1", *ARGS, *CONTEXT, *self._more],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def is_healthy(self) -> bool:
+        assert self.process.poll() is None, (self._folder / f"{self.port}.log").read_text()[-3000:]
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/health", trust_env=False).status_code == 200
+        return False
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+
+    def gauge(self, name: str) -> float:
+        page = asyncio.run(HttpOrigin.of_url(self.url).fetch("GET", "/metrics", 30.0)).decode()
+        (value,) = re.findall(rf"(?m)^vllm:{name}{{.*}} (\S+)$", page)
+        return float(value)
+
+
+class Attached(NamedTuple):
+    """Two servers and the fleet in front of them."""
+
+    fleet: Fleet
+    events: Server
+    silent: Server
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@pytest.fixture(scope="module")
+def attached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attached]:
+    folder = tmp_path_factory.mktemp("attached")
+    first, second, stream, replay = free_ports(4)
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{stream}"}
+    events["replay_endpoint"] = f"tcp://*:{replay}"
+    servers = [Server(folder, second, *NEEDED)]
+    servers.append(Server(folder, first, *NEEDED, "--kv-events-config", json.dumps(events)))
+    config = f"""
+fleet: attached
+model: {MODEL}
+served_model_name: smol
+numerics: fast
+max_context_tokens: 2048
+port: 0
+api_keys:
+  key-of-tenant-a: a
+  key-of-tenant-b: b
+  key-of-tenant-operator: {{tenant: operator, role: operator}}
+pools:
+  engine: vllm
+  vllm:
+    servers:
+      - {{url: "http://127.0.0.1:{first}", label: events,
+          events: ["tcp://*:{stream}"], replay: ["tcp://*:{replay}"]}}
+      - {{url: "http://127.0.0.1:{second}", label: silent}}
+"""
+    try:
+        for server in servers:
+            wait_for(server.is_healthy, READY_S)
+        served = Served([sys.executable, "-m", "fleet.cli.main", "up"], folder, config)
+        try:
+            yield Attached(Fleet(served.wait_ready(30)), servers[1], servers[0])
+        finally:
+            served.process.terminate()
+            served.process.wait(60)
+        assert all(server.is_healthy() for server in servers)  # they outlive the fleet
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def worker_of(attached: Attached, label: str) -> str:
+    (name,) = [one["id"] for one in attached.fleet.workers() if one["host"] == label]
+    return str(name)
+
+
+def test_a_question_is_answered(attached: Attached) -> None:
+    attached.fleet.wait_until_all_are_ready()
+    answer = attached.fleet.ask("What is the capital of France?", max_tokens=30).json()
+    assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    assert {one["engine"] for one in attached.fleet.workers()} == {"vllm 0.32.0"}
+
+
+@pytest.mark.parametrize("label", ["events", "silent"])
+def test_a_prefix_is_found_with_and_without_events_but_not_by_another_tenant(
+    attached: Attached, label: str
+) -> None:
+    """Stories that come at once begin at both servers."""
+    fleet = attached.fleet
+    fleet.wait_until_all_are_ready()
+    worker = worker_of(attached, label)
+    stories = [f"{uuid.uuid4()} {STORY}" for _ in range(6)]
+    with ThreadPoolExecutor(len(stories)) as pool:
+        firsts = list(pool.map(lambda story: fleet.ask(f"{story} 1", max_tokens=2), stories))
+    routes = [first.headers["x-baton-route"] for first in firsts]
+    at = next(n for n, route in enumerate(routes) if f"decode={worker};" in route)
+    story = stories[at]
+    assert firsts[at].json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    for number in (2, 3):
+        wait_for(fleet.is_at_rest, 30)
+        again = fleet.ask(f"{story} {number}", max_tokens=2)
+        assert f"decode={worker};" in again.headers["x-baton-route"]
+        cached = again.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 900
+        assert cached % 32 == 0
+    stranger = fleet.ask(f"{story} 1", "b", max_tokens=2)
+    assert stranger.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_formats_choices_seeds_and_logprobs_hold(attached: Attached) -> None:
+    """With vLLM's default backend of formats, which the servers here have."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    answer = attached.fleet.ask("Give me a person.", max_tokens=80, response_format=form).json()
+    person = json.loads(answer["choices"][0]["message"]["content"])
+    assert set(person) == {"name", "age"}
+    assert len(person["name"]) <= 9
+    more: dict[str, Any] = {"temperature": 1.0, "seed": 3, "n": 2, "max_tokens": 8}
+    more |= {"logprobs": True, "top_logprobs": 3}
+    answers = [attached.fleet.ask("Hello", **more).json()["choices"] for _ in range(2)]
+    texts = [[choice["message"]["content"] for choice in one] for one in answers]
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][1]
+    for choice in answers[0]:
+        assert all(len(one["top_logprobs"]) == 3 for one in choice["logprobs"]["content"])
+
+
+def test_nothing_is_left_at_the_servers_after_aborted_requests(attached: Attached) -> None:
+    asyncio.run(load(attached.fleet, 200))
+    wait_for(attached.fleet.is_at_rest, 30)
+    for server in (attached.events, attached.silent):
+        for name in ("num_requests_running", "num_requests_waiting"):
+            wait_for(lambda server=server, name=name: server.gauge(name) == 0.0, 10)  # type: ignore[misc]
+
+
+def test_a_response_goes_on_when_its_server_is_killed(attached: Attached) -> None:
+    fleet = attached.fleet
+    fleet.wait_until_all_are_ready()
+    whole = complete(fleet)
+    body = {"model": "smol", "prompt": "Once upon a time", "max_tokens": 120, "stream": True}
+    body |= {"temperature": 0, "ignore_eos": True}
+    text = ""
+    killed: Server | None = None
+    with fleet.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
+        worker = answer.headers["x-baton-route"].partition("decode=")[2].partition(";")[0]
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+            if killed is None and len(text) > 60:
+                on_events = worker == worker_of(attached, "events")
+                killed = attached.events if on_events else attached.silent
+                killed.kill()
+    assert killed is not None
+    assert text[:60] == whole[:60]
+    assert answer.status_code == 200
+    assert len(text) > 300
+    wait_for(lambda: len(fleet.ready()) == 1, 15)
+    killed.start()
+    wait_for(killed.is_healthy, READY_S)
+    wait_for(lambda: len(fleet.ready()) == 2, 5)
+
+
+def complete(fleet: Fleet) -> str:
+    body = {"model": "smol", "prompt": "Once upon a time", "max_tokens": 120, "temperature": 0}
+    with fleet.client() as client:
+        answer = client.post("/v1/completions", json={**body, "ignore_eos": True})
+    return str(answer.json()["choices"][0]["text"])
