@@ -27,6 +27,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from baton.telemetry.tasks import BackgroundTasks
+
 VERSION = "0.32.0"
 GENERATE = "/inference/v1/generate"
 
@@ -298,11 +300,12 @@ class EmulatedServer:
         )
         self._server = uvicorn.Server(config)
         self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        self._tasks = BackgroundTasks("emulated vLLM")
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Listen, and return the URL."""
-        self._task = asyncio.ensure_future(self._server.serve())
+        self._task = self._tasks.spawn(self._server.serve(), "server")
         while not self._server.started:
             if self._task.done():
                 self._task.result()

@@ -8,18 +8,17 @@ The server itself is never changed.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Any
 
 from baton.engine.process.handle import EngineHandle
 from baton.engine.process.link import InnerLink
 from baton.engine.process.messages import Ready
 from baton.engine.remote.attached import Endpoints, ServerFacts, ServerKind, UnfitServerError
 from baton.engine.remote.http import HttpOrigin
+from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import BatonError
 from fleet.attached.sources import ServerEntry
 from fleet.worker.settings import WorkerSettings
@@ -65,21 +64,26 @@ class Attachment:
         self._settings = settings
         self._alone_on_host = alone_on_host
         self._changed = changed
-        self._leaving = asyncio.Event()
+        self._left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._examining: asyncio.Timeout | None = None
+        self._tasks = BackgroundTasks("attachment")
         self._hurried = asyncio.Event()
         self._origin = HttpOrigin.of_url(entry.url, entry.key, entry.address)
 
     def leave(self, *, at_once: bool = False) -> None:
         """Drain the worker and end; ``at_once`` does not wait for its requests."""
-        self._leaving.set()
+        if not self._left.done():
+            self._left.set_result(None)
+        if self._examining is not None:
+            self._examining.reschedule(0)
         if at_once:
             self._hurried.set()
 
     async def run(self) -> None:
         """Keep a worker for the server while it is healthy, until it leaves."""
-        while not self._leaving.is_set():
+        while not self._left.done():
             try:
-                facts = await self._unless_leaving(self._examine())
+                facts = await self._examine()
                 if facts is not None:
                     await self._serve(facts)
             except UnfitServerError as error:
@@ -94,10 +98,17 @@ class Attachment:
                 await self._pause(_UNFIT_RETRY_S)
         self._show("left", "")
 
-    async def _examine(self) -> ServerFacts:
+    async def _examine(self) -> ServerFacts | None:
+        """Return the properties of the server; None if it leaves meanwhile."""
         if self.entry.role == "prefill" and not self._kind.hand_off:
             raise UnfitServerError(f"{self.entry.label}: role: prefill needs `hand_off: nixl`")
-        return await self._kind.examine(self._origin)
+        try:
+            async with asyncio.timeout(None) as self._examining:
+                return await self._kind.examine(self._origin)
+        except TimeoutError:
+            return None
+        finally:
+            self._examining = None
 
     async def _serve(self, facts: ServerFacts) -> None:
         """Run one life of the worker."""
@@ -127,21 +138,20 @@ class Attachment:
 
         worker = await Worker.start(settings, connect)
         self._show("ready", "")
-        ended = asyncio.ensure_future(worker.wait())
-        leaving = asyncio.ensure_future(self._leaving.wait())
+        ended = self._tasks.spawn(_end_of(worker), "worker")
+        ends = (ended, self._left, engine.broken)
         try:
-            await asyncio.wait((ended, leaving, engine.broken), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             lost = engine.broken.result() if engine.broken.done() else ""
             if not ended.done():
                 self._show("draining", lost)
                 await worker.drain(_LOST_DRAIN_S if lost else DRAIN_S, self._hurried)
                 await worker.stop()
         finally:
-            leaving.cancel()
             await worker.stop()
             await worker.closed()
             ended.cancel()
-        if not self._leaving.is_set():
+        if not self._left.done():
             why = lost or f"{self.entry.label}: its worker failed; see the log"
             _LOG.warning("lost worker=%s: %s", settings.worker_id, why)
             self._show("absent", why)
@@ -162,26 +172,15 @@ class Attachment:
             hand_off=own.hand_off,
         )
 
-    async def _unless_leaving(self, work: Any) -> Any:
-        """Return the result of ``work``, or None if the server leaves meanwhile."""
-        task = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(self._leaving.wait())
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
-        if task.done():
-            return task.result()
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, BatonError):
-            await task
-        return None
-
     async def _pause(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._leaving.wait()
+        await asyncio.wait((self._left,), timeout=seconds)
 
     def _show(self, phase: str, reason: str) -> None:
         if (phase, reason) != (self.phase, self.reason):
             self.phase = phase
             self.reason = reason
             self._changed()
+
+
+async def _end_of(worker: Worker) -> None:
+    await worker.wait()

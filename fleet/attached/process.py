@@ -180,12 +180,15 @@ class LaneServers:
 async def serve(settings: AttachedSettings) -> int:
     """Attach the servers of all lanes until a signal; a second one does not wait for requests."""
     stopping = asyncio.Event()
-    hurried = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    hurried: asyncio.Future[None] = loop.create_future()
 
     def stop() -> None:
-        (hurried if stopping.is_set() else stopping).set()
+        if not stopping.is_set():
+            stopping.set()
+        elif not hurried.done():
+            hurried.set_result(None)
 
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     tasks = BackgroundTasks("attached servers")
@@ -198,11 +201,9 @@ async def serve(settings: AttachedSettings) -> int:
     for task in following:
         task.cancel()
     leaving = [tasks.spawn(one.leave(at_once=False), "leave") for one in lanes]
-    hurrying = asyncio.ensure_future(hurried.wait())
-    await asyncio.wait((*leaving, hurrying), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((*leaving, hurried), return_when=asyncio.FIRST_COMPLETED)
     for one in lanes:
-        await one.leave(at_once=hurried.is_set())
-    hurrying.cancel()
+        await one.leave(at_once=hurried.done())
     await tasks.close()
     return 0
 

@@ -75,7 +75,7 @@ def serve(
     }
     file = fleet_state.state_folder(_FLEET) / "fleet.yaml"
     fleet_state.write_whole(file, yaml.safe_dump(config, sort_keys=False).encode())
-    lifecycle.up(file, port=port)
+    lifecycle.up(file=file, port=port)
 
 
 async def _card(origin: HttpOrigin) -> ModelCard:

@@ -31,9 +31,8 @@ def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[...,
         @functools.wraps(function)
         def command(**given: Any) -> None:
             for name, options in groups.items():
-                given[name] = hints[name](
-                    **{option.name: given.pop(option.name) for option in options}
-                )
+                names = [option.name for option in options if option.name in given]
+                given[name] = hints[name](**{each: given.pop(each) for each in names})
             function(**given)
 
         command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ from fleet.local.changes import Changes
 from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import LastingConsole, OwnOutput, rotate, terminal
 from fleet.local.supervisor import FleetError, Supervisor
-from fleet.local.worker_phases import all_in_place
+from fleet.local.worker_phases import all_in_place, late_workers
 from fleet.pools import ray_runtime
 from fleet.pools.nodes import CapacityError
 from fleet.pools.ray_health import RayHealth
@@ -252,13 +252,18 @@ def test_the_state_has_what_a_change_waits_for(
     slot = {"worker_id": "worker-0", "phase": "starting"}
     states: list[str] = []
     monkeypatch.setattr(supervisor, "_note_state", lambda: states.append(supervisor._file.awaits))
-    supervisor._note_awaited([slot])
+
+    def look(phase: str) -> None:
+        if supervisor._file.note_awaited(late_workers([{**slot, "phase": phase}])):
+            supervisor._note_state()
+
+    look("starting")
     assert states == []  # a worker that was killed is no change of the file
     supervisor._file.changing = Changes()
     for phase in ("starting", "starting", "ready"):
-        supervisor._note_awaited([{**slot, "phase": phase}])
+        look(phase)
     supervisor._file._rolling = True
-    supervisor._note_awaited([{**slot, "phase": "ready"}])
+    look("ready")
     supervisor._end_change()
     assert states == ["worker-0", "", "the new routers", ""]
 

@@ -73,17 +73,23 @@ class LadderFleet:
         self.prompt_of = prompt_of
         self.deaths: list[str] = []
         self._avoided = ""
-        on_dead = self.table._listener.on_dead
+        start = self.table.start
         quote = self.gateway.placer.quote
 
-        def note(link, incarnation, reason, *, died):
-            self.deaths.append(f"{link.worker_id}: {reason}")
-            on_dead(link, incarnation, reason, died=died)
+        def started(listener):
+            on_dead = listener.on_dead
+
+            def note(link, incarnation, reason, *, died):
+                self.deaths.append(f"{link.worker_id}: {reason}")
+                on_dead(link, incarnation, reason, died=died)
+
+            listener.on_dead = note
+            start(listener)
 
         def quote_elsewhere(request, avoid=b""):
             return quote(request, avoid or self.incarnation(self._avoided))
 
-        self.table._listener.on_dead = note
+        self.table.start = started
         self.gateway.placer.quote = quote_elsewhere
 
     def incarnation(self, name: str) -> bytes:

@@ -193,7 +193,7 @@ def test_a_stop_token_of_the_client_ends_the_response_and_frees_the_slot(pair: P
     answer = completion(pair, prompt="1, 2, 3, 4,", max_tokens=40, stop_token_ids=[stop])
     assert answer["choices"][0]["token_ids"] == expected
     assert answer["choices"][0]["finish_reason"] == "stop"
-    wait_for(lambda: not any(server.busy_slots for server in pair.servers), 5)
+    wait_for(lambda: not any(server.busy_slots for server in pair.servers), 20)
 
 
 def test_a_client_that_leaves_frees_the_slot(pair: Pair) -> None:
@@ -203,10 +203,11 @@ def test_a_client_that_leaves_frees_the_slot(pair: Pair) -> None:
         client.stream("POST", f"{pair.fleet.url}/v1/completions", json=body) as stream,
     ):
         next(stream.iter_lines())
-        wait_for(lambda: any(server.busy_slots for server in pair.servers), 5)
-    wait_for(lambda: not any(server.busy_slots for server in pair.servers), 5)
+        wait_for(lambda: any(server.busy_slots for server in pair.servers), 20)
+    wait_for(lambda: not any(server.busy_slots for server in pair.servers), 20)
 
 
+@pytest.mark.costly
 def test_tenants_that_share_no_cache_use_none(peer: Peer, model: Path, tmp_path: Path) -> None:
     server = LlamaServer(peer, model)
     keys = {"key-of-a": {"tenant": "a"}, "key-of-b": {"tenant": "b"}}
