@@ -191,8 +191,8 @@ async def test_an_external_server_is_tried_and_errors_never_show_the_password(
 
 
 async def test_a_node_of_a_redis_cluster_is_refused_by_name(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    node = Server(tmp_path, port, "cluster-enabled yes")
+    port, bus = free_ports(2)  # the bus has port + 10,000 otherwise, which may not exist
+    node = Server(tmp_path, port, "cluster-enabled yes", f"cluster-port {bus}")
     try:
         node.wait_up()
         with pytest.raises(RedisError, match="is a node of a Redis Cluster"):

@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from baton.config.clients import ApiKeyConfig, SloConfig
 from baton.planner.state import Figures, Nothing, Resize, RoleChange
 from baton.registry.admin_commands import CommandReply
 from fleet.pools.planning import AppliedDecision
+from router.sources import LaneTables
 from tests.router.emulated_worker import Script
 from tests.router.page.chromium import CHROMIUM, chromium
 
@@ -143,14 +145,14 @@ class PlannerDesk:
 @needs_browser
 @pytest.mark.slow
 async def test_decisions_of_the_planner_are_marks_with_their_reasons_beside_the_sizes(
-    make_fleet, tab
+    make_fleet, tab, registry
 ):
     figures = Figures(**dict.fromkeys(Figures.__struct_fields__, 1))
     desk = PlannerDesk()
     fleet = await make_fleet(
         {"prefill-0": None, "decode-0": None, "decode-1": None},
         slo=SloConfig(ttft_s=5, itl_s=1),
-        commands=desk,
+        tables=replace(LaneTables.of(registry), commands=desk),
     )
     await tab.show_as(1280, 900, "light")
     await tab.go(fleet.url)

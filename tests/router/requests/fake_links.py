@@ -34,8 +34,10 @@ class FakeGateway(Gateway):
 class FakeLink(WorkerLink):
     """Live at once. `sent` is what the router said, `unary` what it submitted alone."""
 
-    def __init__(self, gateway: FakeGateway, worker_id: str) -> None:
-        super().__init__(worker_id, "fake", gateway.events, pb.Hello(), ProcessCore())
+    def __init__(self, gateway: Gateway, worker_id: str) -> None:
+        is_fake = isinstance(gateway, FakeGateway)
+        events = gateway.events if is_fake else gateway.workers._listener
+        super().__init__(worker_id, "fake", events, pb.Hello(), ProcessCore())
         worker = EmulatedWorker(worker_id, worker_id.split("-")[0])
         self.status = worker._status(first=True)
         self.capabilities = self.status.capabilities
