@@ -12,8 +12,11 @@ from baton.planner.state import Figures, Nothing, Resize, RoleChange
 from baton.registry.admin_commands import CommandReply
 from fleet.pools.planning import AppliedDecision
 from router.sources import LaneTables
+from tests.registry.conftest import redis_server, registry
 from tests.router.emulated_worker import Script
 from tests.router.page.chromium import CHROMIUM, chromium
+
+__all__ = ["redis_server", "registry"]
 
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium here: apt-get install chromium"
