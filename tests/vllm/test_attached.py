@@ -39,7 +39,7 @@ NEEDED = ("--enable-scale-out", "--enable-prompt-tokens-details")
 
 
 class Server:
-    """A vLLM server as somebody else starts it."""
+    """A vLLM server that Baton has not started."""
 
     def __init__(
         self, folder: Path, port: int, *more: str, variables: Mapping[str, str] | None = None

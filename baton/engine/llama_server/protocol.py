@@ -232,7 +232,7 @@ class CompletionStream:
                     self._end = token.token
                     sampled = sampled[:position]
                     break
-        elif sampled:  # the server goes on behind what ends the choice
+        elif sampled:  # tokens behind the end of the choice
             sampled = []
             self.is_early = True
         if self._end is not None and self._end not in self._eos:

@@ -6,6 +6,7 @@ another worker. The server is examined at once, and its worker leaves if it is g
 """
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -186,9 +187,9 @@ class AttachedEngine(RemoteEngine):
 
     _failures = 0
 
+    @abstractmethod
     def _suspect(self) -> None:
         """Let the server be looked at."""
-        raise NotImplementedError
 
     def _checked(
         self, request: LiveRequest, choice: int, reports: list[ev.Tokens]

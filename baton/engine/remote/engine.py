@@ -8,6 +8,7 @@ A subclass is for one kind of server: its paths, bodies and responses.
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -47,7 +48,7 @@ class ResponseReader(Protocol):
         ...
 
 
-class RemoteEngine:
+class RemoteEngine(ABC):
     """Live requests of one server.
 
     Args:
@@ -86,25 +87,25 @@ class RemoteEngine:
 
     # ---------------------------------------------------------------- of one kind of server
 
+    @abstractmethod
     def _refusal(self, spec: RequestSpec) -> BatonError | None:
         """Return the error of a request that the server cannot serve, or None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _body(self, request: LiveRequest, choice: int, parameters: Parameters | None) -> bytes:
         """Return the body that requests one choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _reader(self, request: LiveRequest, choice: int) -> ResponseReader:
         """Return the parser of the response for one choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _error(self, body: bytes, status: int) -> BatonError:
         """Return the error in a response with another status than 200."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _erase(self) -> bool:
         """Erase the server's whole cache; return whether it did."""
-        raise NotImplementedError
 
     def _checked(
         self, request: LiveRequest, choice: int, reports: list[ev.Tokens]
@@ -124,10 +125,12 @@ class RemoteEngine:
         """Handle an error of the server."""
         self._end_failed(request, error)
 
-    def _on_end(self, request: LiveRequest) -> None:
+    def _on_end(self, request: LiveRequest) -> None:  # noqa: B027 - most have nothing to do
         """Free what belongs to a request that has ended."""
 
-    def _on_choices_cancelled(self, request: LiveRequest, choices: Sequence[int]) -> None:
+    def _on_choices_cancelled(  # noqa: B027 - likewise
+        self, request: LiveRequest, choices: Sequence[int]
+    ) -> None:
         """Handle the end of some choices."""
 
     def _on_progress(

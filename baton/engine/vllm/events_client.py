@@ -114,7 +114,7 @@ class KvEventsClient:
 
 
 class EventPrefixes(CachedPrefixes):
-    """What a vLLM has cached, by its KV events.
+    """Prefixes that a vLLM has cached, by its KV events.
 
     Args:
         clients: Readers of the events, one for each data-parallel rank.

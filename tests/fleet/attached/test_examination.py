@@ -1,4 +1,4 @@
-"""What is read of a vLLM before it takes a request, and what the errors name."""
+"""Properties of a vLLM that are read before its first request, and the errors about them."""
 
 from dataclasses import replace
 

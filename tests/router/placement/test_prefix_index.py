@@ -15,7 +15,7 @@ A, B = b"a" * 16, b"b" * 16
 
 
 def prefix_blocks(index: PrefixIndex, incarnation: bytes, hashes, now_ns=None) -> int:
-    """How many leading ``hashes`` one incarnation holds."""
+    """Return the number of first ``hashes`` that an incarnation holds."""
     return index.prefixes(hashes, now_ns).get(incarnation, 0)
 
 
