@@ -83,6 +83,10 @@ class EmulatedCache:
         """Return how many first blocks are held."""
         return sum(1 for _ in itertools.takewhile(self._held.__contains__, names))
 
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._held.clear()
+
     def store(self, salt: str, tokens: Sequence[int]) -> None:
         """Hold the whole blocks of a sequence, and forget the least recently used ones."""
         size = self._emulation.block_tokens

@@ -224,6 +224,8 @@ class DecodeRequest:
                 if self._handoff is None or not self._times.queue_ns:
                     self._times.queue_ns = report.queue_ns
                     self._times.cached_tokens = report.cached_tokens
+                    if self._route is not None and self._handoff is None:  # corrected at the end
+                        self._send_route("colocated", "", report.cached_tokens)
             case ev.PromptOutputsReady():
                 self._send_route("colocated", "", self._times.cached_tokens)
                 self._on_prompt_outputs(report)

@@ -22,8 +22,10 @@ import httpx
 import pytest
 
 from baton.engine.remote.http import HttpOrigin
+from tests.engine.vllm.record import FRANCE
 from tests.fleet.test_up import Served, wait_for
 from tests.vllm.places import ARGS, MODEL, PYTHON
+from tests.vllm.test_adapters import write_adapters
 from tests.vllm.test_fleet import Fleet, load
 
 pytestmark = [
@@ -35,6 +37,7 @@ pytestmark = [
 READY_S = 300.0
 STORY = "The history of the lighthouse at the end of the world begins with a storm. " * 60
 CONTEXT = ("--max-model-len", "2048", "--served-model-name", "smol")
+LORA = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
 NEEDED = ("--enable-scale-out", "--enable-prompt-tokens-details")
 
 
@@ -81,6 +84,11 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
 
+    def adapters(self) -> int:
+        """Return the number of adapters that are loaded, which are models behind the first."""
+        page = httpx.get(f"{self.url}/v1/models", trust_env=False).json()
+        return len(page["data"]) - 1
+
     def gauge(self, name: str) -> float:
         page = asyncio.run(HttpOrigin.of_url(self.url).fetch("GET", "/metrics", 30.0)).decode()
         (value,) = re.findall(rf"(?m)^vllm:{name}{{.*}} (\S+)$", page)
@@ -88,11 +96,12 @@ class Server:
 
 
 class Attached(NamedTuple):
-    """Two servers and the fleet in front of them."""
+    """Two servers, the fleet in front of them, and the folder of its LoRA adapters."""
 
     fleet: Fleet
     events: Server
     silent: Server
+    adapters: Path
 
 
 def free_ports(count: int) -> list[int]:
@@ -109,8 +118,19 @@ def attached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attached]:
     first, second, stream, replay = free_ports(4)
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{stream}"}
     events["replay_endpoint"] = f"tcp://*:{replay}"
-    servers = [Server(folder, second, *NEEDED)]
-    servers.append(Server(folder, first, *NEEDED, "--kv-events-config", json.dumps(events)))
+    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    servers = [
+        Server(folder, second, *NEEDED, *LORA, variables=variables),
+        Server(
+            folder,
+            first,
+            *NEEDED,
+            *LORA,
+            "--kv-events-config",
+            json.dumps(events),
+            variables=variables,
+        ),
+    ]
     config = f"""
 fleet: attached
 model: {MODEL}
@@ -122,6 +142,7 @@ api_keys:
   key-of-tenant-a: a
   key-of-tenant-b: b
   key-of-tenant-operator: {{tenant: operator, role: operator}}
+adapters: {{folder: {folder}, max_loaded: 2, max_rank: 8}}
 pools:
   engine: vllm
   vllm:
@@ -135,7 +156,7 @@ pools:
             wait_for(server.is_healthy, READY_S)
         served = Served([sys.executable, "-m", "fleet.cli.main", "up"], folder, config)
         try:
-            yield Attached(Fleet(served.wait_ready(30)), servers[1], servers[0])
+            yield Attached(Fleet(served.wait_ready(30)), servers[1], servers[0], folder)
         finally:
             served.process.terminate()
             served.process.wait(60)
@@ -204,6 +225,53 @@ def test_formats_choices_seeds_and_logprobs_hold(attached: Attached) -> None:
     assert texts[0][0] != texts[0][1]
     for choice in answers[0]:
         assert all(len(one["top_logprobs"]) == 3 for one in choice["logprobs"]["content"])
+
+
+def test_adapters_are_loaded_at_the_servers_that_get_their_requests(attached: Attached) -> None:
+    """Each response begins as that of Baton's own engine; vLLM evicts what it may not hold."""
+    fleet = attached.fleet
+    fleet.wait_until_all_are_ready()
+    expected = write_adapters(attached.adapters, 3)[1:]
+    names = [f"adapter-{number}" for number in range(3)]
+    with fleet.client("operator") as client:
+        for number, name in enumerate(names):
+            body = {"lora_name": name, "lora_path": f"{number}"}
+            loaded = client.post("/v1/load_lora_adapter", json=body)
+            assert loaded.status_code == 200, loaded.text
+    prompts = [(name, prompt) for prompt in (FRANCE, *"1234567") for name in names]
+    with fleet.client() as client, ThreadPoolExecutor(len(prompts)) as pool:
+        body = {"temperature": 0, "max_tokens": 12, "return_token_ids": True}
+        bodies = [{**body, "model": name, "prompt": prompt} for name, prompt in prompts]
+        answers = list(pool.map(lambda body: client.post("/v1/completions", json=body), bodies))
+    assert [answer.status_code for answer in answers] == [200] * len(prompts)
+    firsts = [answer.json()["choices"][0]["token_ids"][0] for answer in answers[:3]]
+    assert firsts == [tokens[0] for tokens in expected]
+    routes = {answer.headers["x-baton-route"].partition("decode=")[2][:8] for answer in answers}
+    wait_for(fleet.is_at_rest, 30)
+    for label, server in (("events", attached.events), ("silent", attached.silent)):
+        most = 2 if worker_of(attached, label) in routes else 0
+        wait_for(lambda most=most, server=server: bool(most) <= server.adapters() <= most, 10)  # type: ignore[misc]
+
+
+def test_a_deleted_tenant_leaves_no_kv_at_the_servers(attached: Attached) -> None:
+    """vLLM can only reset its whole cache, so that the KV of other tenants goes as well."""
+    fleet = attached.fleet
+    fleet.wait_until_all_are_ready()
+    story = f"{uuid.uuid4()} {STORY}"
+    assert [cached_tokens(fleet, story, tenant) > 900 for tenant in "abab"] == [False] * 2 + [
+        True
+    ] * 2
+    with fleet.client("operator") as client:
+        receipt = client.delete("/fleet/tenants/b", timeout=60).json()
+    assert receipt["not_deleted"] == []
+    assert receipt["deleted"]["kv_blocks"]["pool"] > 60
+    assert [cached_tokens(fleet, story, tenant) for tenant in "ab"] == [0, 0]
+
+
+def cached_tokens(fleet: Fleet, text: str, tenant: str) -> int:
+    wait_for(fleet.is_at_rest, 30)
+    usage = fleet.ask(text, tenant, max_tokens=2).json()["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
 def test_nothing_is_left_at_the_servers_after_aborted_requests(attached: Attached) -> None:

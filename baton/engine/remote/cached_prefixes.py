@@ -47,6 +47,9 @@ class CachedPrefixes:
     def responded(self, request: LiveRequest, choice: int, cached_tokens: int | None) -> None:
         """Note the end of a response, with the cached prompt tokens that the server reports."""
 
+    def erased(self) -> None:
+        """Note that the server has erased its whole cache."""
+
     def close(self) -> None:
         """Free what this holds; the tasks have ended."""
 
@@ -105,6 +108,10 @@ class ApproximatePrefixes(CachedPrefixes):
     def disable(self) -> None:
         """Forget all blocks, and remember none from now on."""
         self._most = 0
+        self.erased()
+
+    def erased(self) -> None:
+        """Forget all blocks."""
         removed = tuple(self._used)
         self._used.clear()
         self._report([], removed)

@@ -57,6 +57,7 @@ class LiveRequest:
         published_pages: Pages that other workers may read, from the first one on.
         published_part: Further pages that they may read in the first layers.
         hashes: Names of the prompt's whole blocks, without its last token.
+        is_cached_known: Whether ``cached_tokens`` is what the server has reported.
         generated: Tokens of the current run, by choice.
         sufficed: Choices that were ended here, as the server sent more tokens than were asked for.
         expected_tokens: Prompt tokens that were expected to be cached, without KV events.
@@ -99,6 +100,7 @@ class LiveRequest:
         self.admitted = False
         self.failed = False  # its engine reported an error, which ``RemoteEngine`` handles
         self.cached_tokens = 0
+        self.is_cached_known = False
         self.first_ns = 0
         self.input_ns = 0
         self.output_ns = 0

@@ -74,6 +74,15 @@ def test_no_more_blocks_are_known_than_the_server_has() -> None:
     assert (known.cached(prompt_of(0)), known.cached(prompt_of(1000))) == (96, 0)
 
 
+def test_nothing_is_known_after_the_server_has_erased_its_cache() -> None:
+    known = Known(12)
+    known.serve(prompt_of(0))
+    known.prefixes.erased()
+    assert (known.held, known.cached(prompt_of(0))) == (set(), 0)
+    known.serve(prompt_of(0))
+    assert known.cached(prompt_of(0)) == 96
+
+
 def test_the_end_of_a_chain_is_forgotten_before_its_beginning() -> None:
     known = Known(9)
     known.serve(prompt_of(0))

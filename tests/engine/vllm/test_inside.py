@@ -144,6 +144,7 @@ def test_generators_of_cpus_can_be_rewound(monkeypatch: pytest.MonkeyPatch, is_c
     monkeypatch.setattr(torch, "Generator", torch.Generator)
     platform = SimpleNamespace(is_cpu=lambda: is_cpu)
     stand_in(monkeypatch, "vllm.platforms", current_platform=platform)
+    add_adapters(monkeypatch)
     inside(monkeypatch, "baton_worker")
     generator = torch.Generator("cpu")
     generator.manual_seed(5)
@@ -154,6 +155,34 @@ def test_generators_of_cpus_can_be_rewound(monkeypatch: pytest.MonkeyPatch, is_c
     generator.set_offset(generator.get_offset() - 4)  # as vLLM does
     assert torch.equal(torch.rand(3, generator=generator), first)
     assert not torch.equal(torch.rand(3, generator=generator), first)
+
+
+def add_adapters(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Put operations of adapters in place which take the last one for index -1, as vLLM's do."""
+
+    def bgmv_expand(
+        inputs: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, indices: torch.Tensor
+    ) -> None:
+        output += torch.einsum("bi, boi -> bo", inputs, weights[indices])
+
+    operations = SimpleNamespace(bgmv_expand=bgmv_expand, bgmv_expand_slice=bgmv_expand)
+    wrapper = SimpleNamespace(bgmv_expand=bgmv_expand, bgmv_expand_slice=bgmv_expand)
+    stand_in(monkeypatch, "vllm.lora.ops.torch_ops", lora_ops=operations)
+    stand_in(monkeypatch, "vllm.lora.punica_wrapper", punica_cpu=wrapper)
+    return operations
+
+
+def test_tokens_without_an_adapter_are_not_changed_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = SimpleNamespace(is_cpu=lambda: True)
+    monkeypatch.setattr(torch, "Generator", torch.Generator)
+    stand_in(monkeypatch, "vllm.platforms", current_platform=platform)
+    operations = add_adapters(monkeypatch)
+    inside(monkeypatch, "baton_worker")
+    inputs, weights = torch.full((3, 2), 2.0), torch.ones((2, 4, 2))
+    for name in ("bgmv_expand", "bgmv_expand_slice"):
+        output = torch.zeros((3, 4))
+        getattr(operations, name)(inputs, weights, output, torch.tensor([-1, 0, 1]))
+        assert output.sum(dim=1).tolist() == [0.0, 16.0, 16.0]
 
 
 def connectors(monkeypatch: pytest.MonkeyPatch) -> Any:

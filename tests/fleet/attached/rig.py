@@ -87,6 +87,14 @@ class Emulated:
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
+    def evict(self) -> None:
+        """Forget all cached blocks, without an event."""
+
+        async def clear() -> None:
+            self._server.vllm.cache.clear()
+
+        self._thread.run(clear())
+
     def stop(self) -> None:
         self._thread.run(self._server.stop())
 

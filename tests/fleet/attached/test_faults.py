@@ -4,10 +4,12 @@ The servers are real HTTP servers that speak vLLM's protocol, as a real one cann
 so. ``tests/vllm/test_attached.py`` has the same path with real servers.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 
 from benchmarks.emulated_vllm import Emulation
@@ -70,6 +72,27 @@ def busy(pair: Pair) -> Emulated:
     before = server.sent
     wait_for(lambda: server.sent > before + 3, 10)
     return server
+
+
+def test_usage_has_the_cached_tokens_of_the_server_not_the_expected_ones(pair: Pair) -> None:
+    """The servers have no KV events, so that Baton does not see an eviction."""
+    prompt = list(range(2000, 2200))
+    counts = [cached_tokens(pair, prompt) for _ in range(2)]
+    for server in pair.servers:
+        server.evict()
+    assert [*counts, cached_tokens(pair, prompt, n=2)] == [0, 192, 0]
+    for server in pair.servers:
+        server.evict()
+    assert cached_tokens(pair, prompt, stream=True, stream_options={"include_usage": True}) == 0
+
+
+def cached_tokens(pair: Pair, prompt: list[int], **more: Any) -> int:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 3, "ignore_eos": True, **more}
+    url = f"{pair.fleet.url}/v1/completions"
+    answer = httpx.post(url, json=body, trust_env=False, timeout=90)
+    assert answer.status_code == 200, answer.text
+    (counted,) = re.findall(r'"cached_tokens":(\d+)', answer.text)
+    return int(counted)
 
 
 FAULTS = ["hang", "stall", "garbage", "cut", "foreign"]
