@@ -8,6 +8,7 @@ from baton.config.fleet_file import FleetConfig
 from baton.tenants.tenants_file import TenantsFile
 from baton.wire.fleet_token import FleetToken
 from baton.wire.tls import FleetTls
+from router.sessions.prompts import SessionPrompts
 from router.settings import ProcessSettings
 from router.tenants.policies import TenantPolicies
 
@@ -20,12 +21,14 @@ class ProcessCore:
         fleet_token: Secret that routers and workers of the fleet share.
         tls: Certificates of routers and workers; None: plain text.
         policies: Policies and deletions of tenants.
+        session_prompts: Latest prompts of clients' sessions.
     """
 
     settings: ProcessSettings = field(default_factory=ProcessSettings)
     fleet_token: FleetToken = field(default_factory=FleetToken)
     tls: FleetTls | None = None
     policies: TenantPolicies = field(default_factory=TenantPolicies)
+    session_prompts: SessionPrompts = field(default_factory=SessionPrompts)
 
     @classmethod
     def of(cls, config: FleetConfig, *, port: int | None = None) -> Self:

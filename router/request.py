@@ -8,6 +8,8 @@ from baton.text.reasoning import Thinking
 from baton.text.tools import ExpectedCalls
 from baton.types.params import AdapterRef, SamplingParams
 from baton.types.slo import Slo
+from router.sessions.identity import NO_SESSION, Session
+from router.sessions.prompts import PromptChange
 
 Mode = Literal["auto", "disaggregated", "colocated"]
 
@@ -87,6 +89,8 @@ class GenerationRequest:
         part_of: Id of the call, if it has several prompts or inputs, which are requests each.
         key_id: Id of the caller's API key.
         routed: Model that answers; None for probes.
+        session: Conversation to which the client says that it belongs.
+        prompt_change: Where its prompt differs from an earlier one of its session.
     """
 
     request_id: str
@@ -117,6 +121,8 @@ class GenerationRequest:
     part_of: str = ""
     key_id: str = ""
     routed: Routed | None = None
+    session: Session = NO_SESSION
+    prompt_change: PromptChange | None = field(default=None, repr=False)
 
     @property
     def answer_id(self) -> str:

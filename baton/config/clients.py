@@ -111,6 +111,8 @@ class ClientLimitsConfig(Section):
             gets hold of a key can then use it.
         strict: Reject unknown request fields. Otherwise they are ignored and named in the
             header ``x-baton-ignored``.
+        remove_rotating_texts: Leave texts out of system prompts that differ in each call, such as
+            Claude Code's ``x-anthropic-billing-header``. Otherwise nothing behind them is cached.
         tls: HTTPS certificate of the routers. Without it, they use plain text.
         insecure: Confirms plain text to other hosts, such as behind a proxy that terminates
             TLS.
@@ -128,6 +130,7 @@ class ClientLimitsConfig(Section):
     cors_any_origin_with_keys: bool = False
     batch: BatchConfig = BatchConfig()  # files and batches that clients upload
     strict: bool = False
+    remove_rotating_texts: bool = True
     stored_responses: StoredResponsesConfig = StoredResponsesConfig()
     tls: HttpsConfig | None = None
     insecure: bool = False

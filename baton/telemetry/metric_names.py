@@ -144,6 +144,12 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         "source",
         vllm_by_label=(("local", "prefix_cache_hits"),),
     ),
+    "baton_changed_prompts": _count(
+        "Prompts that differ from an earlier one of their session within it.", "tenant"
+    ),
+    "baton_changed_prompt_tokens": _count(
+        "Tokens that were equal behind such a difference, and not found in the cache.", "tenant"
+    ),
     "baton_adapter_requests": _count("Requests served with a LoRA adapter.", "adapter"),
     "baton_adapter_prompt_tokens": _count("Prompt tokens with a LoRA adapter.", "adapter"),
     "baton_adapter_generation_tokens": _count("Output tokens with a LoRA adapter.", "adapter"),

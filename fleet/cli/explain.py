@@ -100,7 +100,13 @@ def report_of(report: dict[str, Any]) -> RenderableType:
     if sources := report.get("prefix_from"):
         named = (f"{source['worker_id']} (until block {source['blocks']})" for source in sources)
         where += "\nprompt prefix pulled from " + ", then ".join(named)
-    parts: list[RenderableType] = [head, why, Text(where), Text(), _phases(report)]
+    parts: list[RenderableType] = [head, why, Text(where)]
+    if change := report.get("prompt_change"):
+        parts += [Text(change["sentence"], style="bold yellow")]
+        parts += [
+            Text(f"{name}: {change[name]!r}") for name in ("earlier", "now") if name in change
+        ]
+    parts += [Text(), _phases(report)]
     if report["longest_gaps"]:
         gaps = "; ".join(
             f"{_s(gap['gap_s'])} before token {gap['before_token']}"

@@ -51,7 +51,8 @@ class AgentWorker(ShapedWorker):
     def __init__(self, model: ServedModel, steps: Steps, step_s: float = 0.002) -> None:
         super().__init__("decode-0", model)
         self.plan = steps
-        self.script = Script(step_s=step_s, stop_token=self.script.stop_token)
+        stop = self.script.stop_token
+        self.script = Script(step_s=step_s, stop_token=stop, kv_blocks=10_000)
 
     def _answer(self, job: Job) -> list[int]:
         ids = job.submission.prompt_tokens

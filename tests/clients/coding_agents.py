@@ -111,7 +111,7 @@ _CODEX_EXEC = ("--skip-git-repo-check", "--sandbox", "danger-full-access")
 AGENTS = (
     Agent(
         "claude",
-        ("@anthropic-ai/claude-code@2.1.197",),
+        ("@anthropic-ai/claude-code@2.1.332",),
         read=("Read", "file_path"),
         shell=("Bash", "command"),
         run=("claude", *_CLAUDE),
@@ -119,7 +119,7 @@ AGENTS = (
     ),
     Agent(
         "codex",
-        ("@openai/codex@0.169.0",),
+        ("@openai/codex@0.171.0",),
         read=("exec_command", "cmd"),
         shell=("exec_command", "cmd"),
         run=("codex", "exec", *_CODEX_EXEC),

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from baton.config.fleet_file import DEFAULT_MODEL
@@ -14,7 +15,7 @@ from router.served_model import ServedModel
 from tests.clients.agent_worker import AgentWorker, Steps
 from tests.clients.coding_agents import AGENTS, MODEL, Agent, Workplace
 from tests.clients.environments import NoEnvironmentError
-from tests.clients.server import serving
+from tests.clients.server import KEY, serving
 from tests.router.conftest import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -78,6 +79,16 @@ async def test_an_agent_finishes_two_tasks_with_two_calls_each(
             assert process.returncode == 0, out[-3000:]
             assert place.word in out, out[-3000:]
             assert (place.folder / f"copy-{n}.txt").read_text() == f"{place.word}\n"
+        async with httpx.AsyncClient(
+            trust_env=False, headers={"authorization": f"Bearer {KEY}"}
+        ) as client:
+            answer = await client.get(f"{url}/fleet/requests?limit=500")
+            lines = answer.json()["requests"]
+            reports = [
+                (await client.get(f"{url}/fleet/requests/{line['id']}")).json() for line in lines
+            ]
+    assert all(report["session"] for report in reports)
+    assert [report["prompt_change"] for report in reports] == [None] * len(reports)
     assert steps.refused == []
     assert len([text for text in steps.made if text.startswith("<tool_call>")]) >= 4
     assert all(place.word in result for result in steps.results)

@@ -11,6 +11,7 @@ from router.frontend.off_loop import TENANT
 from router.frontend.slo import NO_LIMITS, CallLimits
 from router.process import Process
 from router.request import Mode, Routed
+from router.sessions.identity import NO_SESSION, Session, session_of_headers
 
 _MODES: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
@@ -33,6 +34,7 @@ class Caller:
     routed: Routed | None = None
     may_fall_back: bool = False
     shadow: str = ""  # model that runs a copy of the call
+    session: Session = NO_SESSION
     ignored: Ignored = field(default_factory=Ignored)
 
 
@@ -61,6 +63,7 @@ def read_headers(
         models=access.models,
         key_id=access.key_id,
         may_fall_back=_may_fall_back(headers),
+        session=session_of_headers(headers),
         ignored=Ignored() if ignored is None else ignored,
     )
 

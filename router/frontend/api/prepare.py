@@ -22,6 +22,8 @@ from router.frontend.api.tool_use.offered import messages_of, must_call, offered
 from router.process_core import ProcessCore
 from router.request import GenerationRequest, Shown, part_id
 from router.served_model import ServedModel
+from router.sessions.identity import session_of
+from router.sessions.rotating import without_rotating_texts
 from router.settings import LaneSettings
 
 _LEAST_TOP_P = 1e-6  # keeps only the likeliest token
@@ -76,7 +78,7 @@ class Preparer:
             raise InvalidRequestError(
                 "max_tokens and max_completion_tokens differ; use one of them", param="max_tokens"
             )
-        text, tools = self._rendered(body)
+        text, tools = self._rendered(body, caller)
         cut = body.truncate_prompt_tokens
         prompt = self._encoded(text, body, caller, whole=cut is None)
         asked_tokens = body.max_completion_tokens or body.max_tokens
@@ -96,6 +98,7 @@ class Preparer:
             f"chatcmpl-{secrets.token_hex(16)}", body, caller, prompt, sampling, now_ns
         )
         _check_prompt_logprobs(body, [request])
+        request = self._in_session(request, body, caller)
         thinking = self._model.thinking_of(text, shown=body.include_reasoning is not False)
         only = must_call(body.tool_choice)
         calls = self._model.tool_syntax.expected(tools, only=only) if tools else None
@@ -108,13 +111,28 @@ class Preparer:
 
     def chat_prompt(self, body: ChatBody, caller: Caller) -> list[int]:
         """Return the prompt of a chat, which may exceed the context."""
-        text, _ = self._rendered(body)
+        text, _ = self._rendered(body, caller)
         return self._encoded(text, body, caller, whole=False)
 
-    def _rendered(self, body: ChatBody) -> tuple[str, list[Tool]]:
+    def _rendered(self, body: ChatBody, caller: Caller) -> tuple[str, list[Tool]]:
         tools = offered(body.tools, body.tool_choice)
         rendering = rendering_of(body, self._model.template)
-        return self._model.render_chat(messages_of(body.messages), tools, rendering), tools
+        conversation = messages_of(body.messages)
+        if self._core.settings.clients.remove_rotating_texts:
+            for name in without_rotating_texts(conversation):
+                caller.ignored.leave_out(name, "system")
+        return self._model.render_chat(conversation, tools, rendering), tools
+
+    def _in_session(
+        self, request: GenerationRequest, body: ChatBody, caller: Caller
+    ) -> GenerationRequest:
+        """Return the request with its session, and with the change of the session's prompt."""
+        session = session_of(caller.session, body.prompt_cache_key, body.user)
+        if not session:
+            return request
+        key = (request.tenant, request.cache_scope, body.model, session.id)
+        change = self._core.session_prompts.note(key, request.prompt)
+        return replace(request, session=session, prompt_change=change)
 
     def _encoded(self, text: str, body: ChatBody, caller: Caller, *, whole: bool) -> list[int]:
         return self._model.encode_rendered(

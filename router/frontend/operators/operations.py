@@ -177,6 +177,9 @@ def _add_requests(api: Endpoints, router: Process) -> None:
                 404,
                 "the request is unknown to this router, or no longer recorded",
             )
+        kept = router.lanes.find(explanation["id"]) if explanation.get("prompt_change") else None
+        if kept is not None:
+            explanation["prompt_change"] |= await router.request_log.change_texts(kept[1])
         return explanation
 
 

@@ -28,11 +28,13 @@ class Admission:
 
     Attributes:
         limit: Limit of waiting requests at this router.
+        overtook: Whether `pop` has last taken a request by the turn of its session.
     """
 
     def __init__(self, max_waiting: int, weight_of: Callable[[str], float] = equal_weights) -> None:
         self._weight_of = weight_of
         self.max_waiting = self.limit = max_waiting
+        self.overtook = False
         self.running = 0  # sequences
         self._running_of: Counter[str] = Counter()  # by tenant
         self._waiting_of: Counter[str] = Counter()  # sequences that wait, by tenant
@@ -127,6 +129,7 @@ class Admission:
         if self.running and self.running + level.head().weight > window:
             return None
         entry = level.pop()
+        self.overtook = level.overtook
         self.running += entry.weight
         self._running_of[entry.tenant] += entry.weight
         self._served_tokens[entry.tenant] += entry.cost_tokens

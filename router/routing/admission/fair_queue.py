@@ -6,7 +6,9 @@
 
 Each served request advances its tenant's tag by its cost in tokens ÷ the tenant's weight. So
 tenants that always wait are served tokens in proportion to their weights, within one request each;
-within a tenant the order is first come, first served. A tenant that returns after a pause gets the
+within a tenant sessions take turns, so that the many requests of one agent do not hold up others,
+and within a session the order is first come, first served. Requests that name no session are
+together one. A tenant that returns after a pause gets the
 clock as its tag: a pause earns no credit, and a newcomer waits for no more than one request of each
 other tenant of its weight. Tags that the clock has passed are dropped.
 """
@@ -30,6 +32,7 @@ class Waiting:
     Attributes:
         weight: Number of sequences of the request.
         cost_tokens: Prompt tokens to compute plus expected output tokens.
+        session: Id of the session; empty: none.
     """
 
     priority: int
@@ -37,6 +40,7 @@ class Waiting:
     weight: int = 1
     tenant: str = "default"
     cost_tokens: float = 1.0
+    session: str = ""
 
     @classmethod
     def of(cls, request: GenerationRequest, cost_tokens: float) -> "Waiting":
@@ -47,19 +51,59 @@ class Waiting:
             weight=request.sampling.n,
             tenant=request.tenant,
             cost_tokens=cost_tokens,
+            session=request.session.id,
         )
 
 
 @dataclass(slots=True)
 class _Line:
+    """Requests of one tenant, by session: the session whose turn it is comes first."""
+
     tag: float
     # (order of arrival, place) by the identity of the place
-    places: OrderedDict[int, tuple[int, Waiting]] = field(default_factory=OrderedDict)
+    sessions: OrderedDict[str, OrderedDict[int, tuple[int, Waiting]]] = field(
+        default_factory=OrderedDict
+    )
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sessions.values()))
 
     @property
     def first(self) -> tuple[int, Waiting]:
-        """Oldest place, with its order of arrival."""
-        return next(iter(self.places.values()))
+        """Next place, with its order of arrival."""
+        return next(iter(next(iter(self.sessions.values())).values()))
+
+    @property
+    def overtakes(self) -> bool:
+        """True if an older place waits: the next one has the turn of its session."""
+        order = self.first[0]
+        return any(next(iter(places.values()))[0] < order for places in self.sessions.values())
+
+    @property
+    def newest(self) -> Waiting:
+        """Place that came last."""
+        lasts = (next(reversed(places.values())) for places in self.sessions.values())
+        return max(lasts, key=lambda last: last[0])[1]
+
+    def push(self, order: int, entry: Waiting) -> None:
+        """Append a place to its session, and a new session behind the others."""
+        self.sessions.setdefault(entry.session, OrderedDict())[id(entry)] = (order, entry)
+
+    def pop(self) -> Waiting:
+        """Remove the next place; the other sessions have their turn before its session."""
+        _, entry = self.first
+        self.remove(entry)
+        if entry.session in self.sessions:
+            self.sessions.move_to_end(entry.session)
+        return entry
+
+    def remove(self, entry: Waiting) -> None:
+        """Remove a place, if it is there."""
+        places = self.sessions.get(entry.session)
+        if places is not None:
+            places.pop(id(entry), None)
+            if not places:
+                del self.sessions[entry.session]
 
 
 class FairQueue:
@@ -67,17 +111,21 @@ class FairQueue:
 
     Args:
         weight_of: Function from a tenant to its weight, above 0.
+
+    Attributes:
+        overtook: Whether the latest `pop` has taken a request before older ones of its tenant.
     """
 
     def __init__(self, weight_of: Callable[[str], float] = equal_weights) -> None:
         self._weight_of = weight_of
+        self.overtook = False
         self.clock = 0.0
         self._lines: dict[str, _Line] = {}  # of tenants that wait
         self._tags: dict[str, float] = {}  # of tenants that were served and do not wait now
         self._arrivals = 0
 
     def __len__(self) -> int:
-        return sum(len(line.places) for line in self._lines.values())
+        return sum(map(len, self._lines.values()))
 
     def push(self, entry: Waiting) -> None:
         """Append a request to the tenant's line."""
@@ -86,7 +134,7 @@ class FairQueue:
             tag = max(self.clock, self._tags.pop(entry.tenant, 0.0))
             line = self._lines[entry.tenant] = _Line(tag)
         self._arrivals += 1
-        line.places[id(entry)] = (self._arrivals, entry)
+        line.push(self._arrivals, entry)
 
     def head(self) -> Waiting:
         """Return the next request. The queue must not be empty."""
@@ -95,10 +143,11 @@ class FairQueue:
     def pop(self) -> Waiting:
         """Remove and return the next request."""
         line = self._next()
-        entry = line.places.popitem(last=False)[1][1]
+        self.overtook = line.overtakes
+        entry = line.pop()
         self.clock = line.tag
         line.tag += entry.cost_tokens / self._weight_of(entry.tenant)
-        if not line.places:
+        if not line.sessions:
             self._rest(entry.tenant)
         return entry
 
@@ -120,8 +169,8 @@ class FairQueue:
     def remove(self, entry: Waiting) -> None:
         """Remove a request that was not served, at no cost."""
         line = self._lines[entry.tenant]
-        line.places.pop(id(entry), None)
-        if not line.places:
+        line.remove(entry)
+        if not line.sessions:
             self._rest(entry.tenant)
 
     def _rest(self, tenant: str) -> None:
@@ -131,7 +180,7 @@ class FairQueue:
     def newest_of(self, tenant: str) -> Waiting | None:
         """Return the last request in the tenant's line."""
         line = self._lines.get(tenant)
-        return next(reversed(line.places.values()))[1] if line is not None else None
+        return line.newest if line is not None else None
 
     def _next(self) -> _Line:
         return min(self._lines.values(), key=lambda line: (line.tag, line.first[0]))

@@ -66,6 +66,24 @@ class RequestLog:
             fields |= {"prompt": shown[0], "answers": shown[1:]}
         _log(fields)
 
+    async def change_texts(self, active: ActiveRequest) -> dict[str, str]:
+        """Return the redacted texts around the change of a session's prompt, if they may be seen.
+
+        They are ``earlier`` and ``now``.
+        """
+        change = active.request.prompt_change
+        if change is None or not self._may_log_texts(active.request):
+            return {}
+        decode = active.record.tokenizer.decode
+        windows = [list(change.earlier), list(change.now)]
+        texts = await asyncio.to_thread(lambda: [decode(window) for window in windows])
+        redacted = await self._checks.redacted(self._logs.rules, texts, active.request.tenant)
+        if redacted is None or not self._may_log_texts(active.request):
+            return {}
+        begin = 0 if change.shows_begin else _LONGEST_SECRET
+        earlier, now = (text[begin:-_LONGEST_SECRET] for text in redacted)
+        return {"earlier": earlier, "now": now}
+
     def _may_log_texts(self, request: GenerationRequest) -> bool:
         tenant = request.tenant
         policies = self._access.policies

@@ -129,6 +129,8 @@ class ActiveRequest:
             "state": "ended" if record.ended else "running" if self.decode_id else "queued",
             "status": self.status or None,
             "error": record.error.body()["error"] if record.error is not None else None,
+            "session": request.session._asdict() if request.session else None,
+            "prompt_change": change.explain() if (change := request.prompt_change) else None,
             "seed": request.sampling.seed,
             "prompt_tokens": record.prompt_tokens,
             "completion_tokens": record.completion_tokens,

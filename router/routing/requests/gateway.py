@@ -194,6 +194,8 @@ class Gateway:
             while not self._awaits_start() and (entry := self.admission.pop(window)) is not None:
                 active = self.active[entry.request_id]  # a request that ends has left the queue
                 active.admitted = True
+                if self.admission.overtook:
+                    active.record.note("turn of its session", monotonic_ns())
                 slo = active.request.slo
                 if slo is None or active.awaited_start:
                     self._admit(active, entry)

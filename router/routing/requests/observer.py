@@ -216,6 +216,9 @@ class Observer:
         inc("baton_prefix_tokens", record.cached_tokens, source="local")
         computed = record.prompt_tokens - record.cached_tokens
         inc("baton_prefix_tokens", computed, source="computed")
+        if (change := active.request.prompt_change) is not None:
+            inc("baton_changed_prompts", tenant=tenant)
+            inc("baton_changed_prompt_tokens", change.lost_tokens, tenant=tenant)
         if active.request.adapter is not None:
             self._answered_by(active.request.adapter.name, record)
         tokens = record.completion_tokens / active.request.sampling.n

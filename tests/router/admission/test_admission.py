@@ -133,6 +133,29 @@ def test_priorities_go_before_turns():
     assert [entry.request_id for entry in popped(queue)] == ["urgent", "a0", "b", "a1", "a2"]
 
 
+def test_sessions_of_a_tenant_take_turns_and_requests_without_one_are_one_session() -> None:
+    queue = Admission(100)
+    fork = [Waiting(0, f"fork{n}", session="agent") for n in range(4)]
+    offer(queue, *fork, *(Waiting(0, f"plain{n}") for n in range(2)))
+    offer(queue, Waiting(0, "chat", session="person"))
+    queue.leave("fork1")
+    order, overtook = [], []
+    while (entry := queue.pop(100)) is not None:
+        order.append(entry.request_id)
+        overtook.append(queue.overtook)
+        if entry.request_id == "chat":
+            offer(queue, Waiting(0, "chat again", session="person"))
+    assert order == ["fork0", "plain0", "chat", "fork2", "plain1", "chat again", "fork3"]
+    assert overtook == [False, True, True, False, True, True, False]
+
+
+def test_a_full_queue_gives_the_newest_place_away_whatever_its_session() -> None:
+    queue = Admission(4)
+    places = [Waiting(0, f"a{n}", tenant="a", session=f"s{n % 2}") for n in range(4)]
+    offer(queue, *places)
+    assert offer(queue, place("b", "b")) == [places[-1]]
+
+
 class Model:
     """Drives a queue with random arrivals and services, and keeps the books."""
 

@@ -156,6 +156,8 @@ class GenerationBody(ModelBody):
     """whether the tokenizer adds its special tokens; default in chat false, in completions true"""
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=512)] | None = None
     """only requests with the same salt share cached prefixes"""
+    prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None
+    """names the session in request reports; prefixes are cached without keys"""
     response_format: ResponseFormat | None = None
     """text, any JSON object, or JSON that follows a schema"""
     structured_outputs: StructuredOutputs | None = None
@@ -172,7 +174,6 @@ class GenerationBody(ModelBody):
     accepted: ClassVar[dict[str, str]] = {
         "metadata": _STORED,
         "store": _STORED,
-        "prompt_cache_key": "prefixes are cached without keys",
         "prompt_cache_retention": "prefixes stay cached until their space is needed",
         "service_tier": _HINT,
         "safety_identifier": "nothing is reported to third parties",

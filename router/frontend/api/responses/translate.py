@@ -174,6 +174,7 @@ def _sampling(body: ResponsesBody) -> dict[str, Any]:
         "user": body.user,
         "priority": body.priority,
         "cache_salt": body.cache_salt,
+        "prompt_cache_key": body.prompt_cache_key,
     }
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}

@@ -46,6 +46,7 @@ class DeletionFollower:
             self._known.update(deletion.id for deletion in new.values())
             for tenant in new:
                 self._router.quotas.quotas.forget(tenant)
+                self._router.core.session_prompts.forget(tenant)
             self._router.tasks.spawn(self._carry_out(new), "deletion")
 
     async def _carry_out(self, deletions: Mapping[str, Deletion]) -> None:

@@ -1,0 +1,1 @@
+"""Conversations of agents, whose prompts grow from call to call."""
