@@ -5,7 +5,8 @@
 
 ``cached`` sends one load of sessions with growing prompts to a fleet that reads KV events and to
 one that does not. The servers hold less than all sessions. ``--strangers`` is the share of prompts
-that other clients send to the servers, of which a fleet without events does not know.
+that other clients send to the servers, of which a fleet without events does not know. The share is
+counted by the servers.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import httpx
 import psutil
 
 from baton.config.fleet_file import DEFAULT_MODEL
-from benchmarks.emulated_vllm import EmulatedServer, Emulation
+from benchmarks.emulated_vllm import STRANGER, EmulatedServer, Emulation
 
 NAME = "smollm2"
 TURN_TOKENS = 320
@@ -140,7 +141,9 @@ async def cached(options: argparse.Namespace) -> None:
             try:
                 url, _ = await fleet.ready(options.servers)
                 urls = [str(entry["url"]) for entry in entries]
-                share = await cached_share(options, url, urls)
+                await send_sessions(options, url, urls)
+                prompts = sum(server.vllm.prompts for server in servers)
+                share = sum(server.vllm.cached for server in servers) / prompts
                 kind = "with KV events" if events else "without KV events"
                 print(f"{kind}: {100 * share:.1f} % of prompt tokens cached", flush=True)
             finally:
@@ -149,24 +152,19 @@ async def cached(options: argparse.Namespace) -> None:
             await server.stop()
 
 
-async def cached_share(options: argparse.Namespace, url: str, servers: Sequence[str]) -> float:
-    """Send the load, and return the share of prompt tokens that the servers had cached."""
+async def send_sessions(options: argparse.Namespace, url: str, servers: Sequence[str]) -> None:
+    """Send turns of all sessions, and prompts of strangers."""
     choose = random.Random(1)
     prompts: list[list[int]] = [[] for _ in range(options.sessions)]
-    total = hits = 0
     gate = asyncio.Semaphore(options.clients)
     async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
 
         async def turn(prompt: list[int]) -> None:
-            nonlocal total, hits
             prompt += [choose.randrange(1000, 40_000) for _ in range(TURN_TOKENS)]
             body = {"model": NAME, "prompt": prompt, "max_tokens": RESPONSE_TOKENS}
             body |= {"ignore_eos": True, "temperature": 0, "return_token_ids": True}
             async with gate:
                 answer = (await client.post(f"{url}/v1/completions", json=body)).json()
-                usage = answer["usage"]
-                total += usage["prompt_tokens"]
-                hits += usage["prompt_tokens_details"]["cached_tokens"]
                 prompt += answer["choices"][0]["token_ids"]
                 if choose.random() < options.strangers:
                     await stranger(choose, client, choose.choice(servers))
@@ -175,13 +173,12 @@ async def cached_share(options: argparse.Namespace, url: str, servers: Sequence[
             order = list(prompts)
             choose.shuffle(order)
             await asyncio.gather(*map(turn, order))
-    return hits / total
 
 
 async def stranger(choose: random.Random, client: httpx.AsyncClient, url: str) -> None:
     """Send a prompt past Baton."""
     tokens = [choose.randrange(1000, 40_000) for _ in range(4 * TURN_TOKENS)]
-    body = {"token_ids": tokens, "sampling_params": {"max_tokens": 2}, "cache_salt": "stranger"}
+    body = {"token_ids": tokens, "sampling_params": {"max_tokens": 2}, "cache_salt": STRANGER}
     await client.post(f"{url}/inference/v1/generate", json=body)
 
 

@@ -31,6 +31,8 @@ from baton.telemetry.tasks import BackgroundTasks
 
 VERSION = "0.32.0"
 GENERATE = "/inference/v1/generate"
+STRANGER = "stranger"
+"""Cache salt of prompts that are not counted."""
 
 
 @dataclass(kw_only=True)
@@ -83,6 +85,10 @@ class EmulatedCache:
         """Return how many first blocks are held."""
         return sum(1 for _ in itertools.takewhile(self._held.__contains__, names))
 
+    def clear(self) -> None:
+        """Forget all blocks, without an event."""
+        self._held.clear()
+
     def store(self, salt: str, tokens: Sequence[int]) -> None:
         """Hold the whole blocks of a sequence, and forget the least recently used ones."""
         size = self._emulation.block_tokens
@@ -120,6 +126,8 @@ class EmulatedVllm:
         bodies: Requests for tokens that have arrived.
         running: Responses that have not ended.
         sent: Chunks of all responses so far.
+        prompts: Tokens of all prompts that were computed, without those of strangers.
+        cached: Tokens of these that were cached.
     """
 
     def __init__(self, emulation: Emulation) -> None:
@@ -127,6 +135,7 @@ class EmulatedVllm:
         self.bodies: list[dict[str, Any]] = []
         self.running = 0
         self.sent = 0
+        self.prompts = self.cached = 0
         self.cache = EmulatedCache(emulation, self._publish)
         self._prefill = asyncio.Lock()
         self._numbers = itertools.count()
@@ -249,6 +258,9 @@ class EmulatedVllm:
         names = self.cache.names(salt, tokens[:-1])
         async with self._prefill:
             cached = self.cache.cached(names) * one.block_tokens
+            if salt != STRANGER:
+                self.prompts += len(tokens)
+                self.cached += cached
             await asyncio.sleep((len(tokens) - cached) / one.prefill_tokens_per_s)
             self.cache.store(salt, tokens)
         sampling = body["sampling_params"]

@@ -289,6 +289,8 @@ class RemoteEngine(ABC):
         """End a choice that has its finish reason."""
         if reader.cached_tokens is not None and request.computes:
             request.cached_tokens = reader.cached_tokens
+        if (last := request.last.pop(choice, None)) is not None:
+            self._on_progress(request, choice, (request.admission(), last))
         self._end_choice(request, choice)
         if request.computes:
             self._prefixes.responded(request, choice, reader.cached_tokens)
@@ -314,8 +316,11 @@ class RemoteEngine(ABC):
                     sent.append(request.admission())
             if step is not None:
                 sent.append(step)
-            sent.append(tokens)
             request.keep(tokens)
+            if tokens.finish_reason and request.computes:
+                request.last[choice] = tokens  # the server's count of cached tokens follows
+            else:
+                sent.append(tokens)
         if sent:
             self._on_progress(request, choice, sent)
 

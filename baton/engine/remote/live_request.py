@@ -58,6 +58,7 @@ class LiveRequest:
         published_part: Further pages that they may read in the first layers.
         hashes: Names of the prompt's whole blocks, without its last token.
         generated: Tokens of the current run, by choice.
+        last: Reports with a finish reason, by choice, which wait for the count of cached tokens.
         sufficed: Choices that were ended here, as the server sent more tokens than were asked for.
         expected_tokens: Prompt tokens that were expected to be cached, without KV events.
         used_before: When the blocks of these tokens had been used.
@@ -75,6 +76,7 @@ class LiveRequest:
         self.prompt = prompt
         self.hashes = hashes
         self.generated: dict[int, list[int]] = {}
+        self.last: dict[int, ev.Tokens] = {}
         self.sufficed: set[int] = set()
         self.expected_tokens = 0
         self.used_before: tuple[int, ...] = ()
@@ -200,6 +202,7 @@ class LiveRequest:
             self.late.cancel()
         self.exchanges.clear()
         self.generated.clear()
+        self.last.clear()
         self.loading.clear()
         self.withheld.clear()
         self.run += 1

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from math import exp
 
 _WINDOW_NS = 60e9  # the mean forgets a sample within about this time
+_IDLE_BEFORE_NS = 3e9  # time before the first sample, in which the workers count as idle
 _MAX_BUSY_SHARE = 0.9  # above it a queue is not in balance, and the formula has no meaning
 
 
@@ -22,7 +23,8 @@ class Crowding:
 
     def __init__(self) -> None:
         self._busy_share: dict[str, float] = {}
-        self._at_ns = 0
+        self._at_ns: int | None = None
+        self._sampled_ns = _IDLE_BEFORE_NS
 
     def note(self, workers: Mapping[str, tuple[int, int]], now_ns: int) -> None:
         """Add a sample: by role, the number of workers with prompt tokens to compute, and of all.
@@ -30,8 +32,10 @@ class Crowding:
         A sample counts for the time since the previous one, so that a burst does not count for more
         than its duration.
         """
-        weight = 1 - exp(-max(now_ns - self._at_ns, 0) / _WINDOW_NS)
+        since_ns = 0 if self._at_ns is None else max(now_ns - self._at_ns, 0)
         self._at_ns = now_ns
+        self._sampled_ns = min(self._sampled_ns + since_ns, _WINDOW_NS)
+        weight = 1 - exp(-since_ns / self._sampled_ns)
         for role, (busy_workers, all_workers) in workers.items():
             before = self._busy_share.get(role, 0.0)
             self._busy_share[role] = before + weight * (busy_workers / all_workers - before)

@@ -152,8 +152,9 @@ class RequestRecord:
     def on_route(self, route: RequestRoute, now_ns: int) -> None:
         """Note the workers of the current attempt."""
         if route.attempt == self.attempt and not self.ended:
+            if self.route is None:  # others correct it
+                self.note("routed", now_ns)
             self.route = route
-            self.note("routed", now_ns)
 
     def on_run(self, run: TokenRun, now_ns: int) -> RunResult:
         """Take tokens. Those of another attempt, or after the end, are dropped."""

@@ -93,6 +93,16 @@ def test_an_error_of_a_server_is_no_error_of_the_client(pair: Pair) -> None:
         assert pair.fleet.complete(4, prompt) == expected(4, prompt)
 
 
+def test_usage_has_the_cached_tokens_of_the_server_and_not_those_expected(pair: Pair) -> None:
+    prompt = list(range(2000, 2200))
+    for evicts, cached in ((False, 0), (False, 192), (True, 0), (False, 192)):
+        if evicts:
+            for server in pair.servers:
+                server.evict()
+        usage = pair.fleet.respond(4, prompt)["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+
+
 def test_a_slow_server_is_not_given_up(pair: Pair) -> None:
     for server in pair.servers:
         server.emulation.token_s = 1.2  # longer than a look at its health
