@@ -2,6 +2,7 @@
 
     python -m benchmarks.attached idle [--servers 10] [--seconds 30]
     python -m benchmarks.attached cached [--servers 4] [--sessions 24] [--turns 8]
+    python -m benchmarks.attached peers           see benchmarks/peers.py
 
 ``cached`` sends one load of sessions with growing prompts to a fleet that reads KV events and to
 one that does not. The servers hold less than all sessions. ``--strangers`` is the share of prompts
@@ -27,6 +28,7 @@ import psutil
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from benchmarks.emulated_vllm import STRANGER, EmulatedServer, Emulation
+from benchmarks.peers import LOADS, SIDES, compare
 
 NAME = "smollm2"
 TURN_TOKENS = 320
@@ -185,7 +187,7 @@ async def stranger(choose: random.Random, client: httpx.AsyncClient, url: str) -
 def main() -> None:
     """Run ``python -m benchmarks.attached``."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("idle", "cached"))
+    parser.add_argument("what", choices=("idle", "cached", "peers"))
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--events", action="store_true", help="idle: servers send KV events")
@@ -195,8 +197,11 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=400, help="of 32 tokens, of each server")
     parser.add_argument("--rate", type=float, default=8000.0, help="prompt tokens per second")
     parser.add_argument("--strangers", type=float, default=0.0)
+    parser.add_argument("--sides", default=SIDES, help="peers: routers")
+    parser.add_argument("--loads", default=",".join(LOADS), help="peers: loads")
+    parser.add_argument("--rounds", type=int, default=3, help="peers: rounds of all")
     options = parser.parse_args()
-    asyncio.run(idle(options) if options.what == "idle" else cached(options))
+    asyncio.run({"idle": idle, "cached": cached, "peers": compare}[options.what](options))
 
 
 if __name__ == "__main__":
