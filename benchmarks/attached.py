@@ -2,10 +2,12 @@
 
     python -m benchmarks.attached idle [--servers 10] [--seconds 30]
     python -m benchmarks.attached cached [--servers 4] [--sessions 24] [--turns 8]
+    python -m benchmarks.attached peers           see benchmarks/peers.py
 
 ``cached`` sends one load of sessions with growing prompts to a fleet that reads KV events and to
 one that does not. The servers hold less than all sessions. ``--strangers`` is the share of prompts
-that other clients send to the servers, of which a fleet without events does not know.
+that other clients send to the servers, of which a fleet without events does not know. The share is
+counted by the servers.
 """
 
 import argparse
@@ -25,7 +27,8 @@ import httpx
 import psutil
 
 from baton.config.fleet_file import DEFAULT_MODEL
-from benchmarks.emulated_vllm import EmulatedServer, Emulation
+from benchmarks.emulated_vllm import STRANGER, EmulatedServer, Emulation
+from benchmarks.peers import LOADS, SIDES, compare
 
 NAME = "smollm2"
 TURN_TOKENS = 320
@@ -140,7 +143,9 @@ async def cached(options: argparse.Namespace) -> None:
             try:
                 url, _ = await fleet.ready(options.servers)
                 urls = [str(entry["url"]) for entry in entries]
-                share = await cached_share(options, url, urls)
+                await send_sessions(options, url, urls)
+                prompts = sum(server.vllm.prompts for server in servers)
+                share = sum(server.vllm.cached for server in servers) / prompts
                 kind = "with KV events" if events else "without KV events"
                 print(f"{kind}: {100 * share:.1f} % of prompt tokens cached", flush=True)
             finally:
@@ -149,24 +154,19 @@ async def cached(options: argparse.Namespace) -> None:
             await server.stop()
 
 
-async def cached_share(options: argparse.Namespace, url: str, servers: Sequence[str]) -> float:
-    """Send the load, and return the share of prompt tokens that the servers had cached."""
+async def send_sessions(options: argparse.Namespace, url: str, servers: Sequence[str]) -> None:
+    """Send turns of all sessions, and prompts of strangers."""
     choose = random.Random(1)
     prompts: list[list[int]] = [[] for _ in range(options.sessions)]
-    total = hits = 0
     gate = asyncio.Semaphore(options.clients)
     async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
 
         async def turn(prompt: list[int]) -> None:
-            nonlocal total, hits
             prompt += [choose.randrange(1000, 40_000) for _ in range(TURN_TOKENS)]
             body = {"model": NAME, "prompt": prompt, "max_tokens": RESPONSE_TOKENS}
             body |= {"ignore_eos": True, "temperature": 0, "return_token_ids": True}
             async with gate:
                 answer = (await client.post(f"{url}/v1/completions", json=body)).json()
-                usage = answer["usage"]
-                total += usage["prompt_tokens"]
-                hits += usage["prompt_tokens_details"]["cached_tokens"]
                 prompt += answer["choices"][0]["token_ids"]
                 if choose.random() < options.strangers:
                     await stranger(choose, client, choose.choice(servers))
@@ -175,20 +175,19 @@ async def cached_share(options: argparse.Namespace, url: str, servers: Sequence[
             order = list(prompts)
             choose.shuffle(order)
             await asyncio.gather(*map(turn, order))
-    return hits / total
 
 
 async def stranger(choose: random.Random, client: httpx.AsyncClient, url: str) -> None:
     """Send a prompt past Baton."""
     tokens = [choose.randrange(1000, 40_000) for _ in range(4 * TURN_TOKENS)]
-    body = {"token_ids": tokens, "sampling_params": {"max_tokens": 2}, "cache_salt": "stranger"}
+    body = {"token_ids": tokens, "sampling_params": {"max_tokens": 2}, "cache_salt": STRANGER}
     await client.post(f"{url}/inference/v1/generate", json=body)
 
 
 def main() -> None:
     """Run ``python -m benchmarks.attached``."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("idle", "cached"))
+    parser.add_argument("what", choices=("idle", "cached", "peers"))
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--events", action="store_true", help="idle: servers send KV events")
@@ -198,8 +197,11 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=400, help="of 32 tokens, of each server")
     parser.add_argument("--rate", type=float, default=8000.0, help="prompt tokens per second")
     parser.add_argument("--strangers", type=float, default=0.0)
+    parser.add_argument("--sides", default=SIDES, help="peers: routers")
+    parser.add_argument("--loads", default=",".join(LOADS), help="peers: loads")
+    parser.add_argument("--rounds", type=int, default=3, help="peers: rounds of all")
     options = parser.parse_args()
-    asyncio.run(idle(options) if options.what == "idle" else cached(options))
+    asyncio.run({"idle": idle, "cached": cached, "peers": compare}[options.what](options))
 
 
 if __name__ == "__main__":

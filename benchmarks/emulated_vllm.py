@@ -1,9 +1,10 @@
 """A server that speaks vLLM's HTTP and KV events, without a model: for scale, and for faults.
 
-    python -m benchmarks.emulated_vllm PORT [--events PORT] [--blocks N] [--block-tokens N]
+    python -m benchmarks.emulated_vllm PORT [--events] [--blocks N] [--words FILE]
 
 Each token is a function of the tokens before it, so that a response continues
 equally wherever it is resumed. Prompts are computed one at a time; responses stream beside them.
+With words, each of which is one token, it serves text, too, and has no other tokens.
 """
 
 import argparse
@@ -13,9 +14,11 @@ import hashlib
 import itertools
 import os
 import time
+from array import array
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,6 +34,10 @@ from baton.telemetry.tasks import BackgroundTasks
 
 VERSION = "0.32.0"
 GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+STRANGER = "stranger"
+"""Cache salt of prompts that are not counted."""
 
 
 @dataclass(kw_only=True)
@@ -42,6 +49,7 @@ class Emulation:
         fault: ``""``, ``hang`` (no answers at all), ``stall`` (no tokens, but healthy), ``500``,
             ``garbage``, ``cut`` (the connection breaks after two tokens), ``foreign`` (tokens that
             the model does not have), ``endless`` (no finish).
+        words: Token of each word with the space before it; empty: it serves no text.
     """
 
     model: str = "smol"
@@ -57,6 +65,7 @@ class Emulation:
     events_port: int = 0
     missing: frozenset[str] = frozenset()
     fault: str = ""
+    words: Mapping[str, int] = field(default_factory=dict)
     started: float = field(default_factory=time.time)
 
 
@@ -70,21 +79,26 @@ class EmulatedCache:
 
     def names(self, salt: str, tokens: Sequence[int]) -> list[bytes]:
         """Return the names of the whole blocks of a sequence."""
-        size = self._emulation.block_tokens
+        packed = array("I", tokens).tobytes()
+        size = 4 * self._emulation.block_tokens
         names: list[bytes] = []
         parent = salt.encode()
-        for at in range(0, len(tokens) - size + 1, size):
-            packed = b",".join(b"%d" % token for token in tokens[at : at + size])
-            parent = hashlib.blake2b(parent + packed, digest_size=16).digest()
+        for at in range(0, len(packed) - size + 1, size):
+            parent = hashlib.blake2b(parent + packed[at : at + size], digest_size=16).digest()
             names.append(parent)
         return names
+
+    @property
+    def held_blocks(self) -> int:
+        """Number of blocks that are held."""
+        return len(self._held)
 
     def cached(self, names: Sequence[bytes]) -> int:
         """Return how many first blocks are held."""
         return sum(1 for _ in itertools.takewhile(self._held.__contains__, names))
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Forget all blocks, without an event."""
         self._held.clear()
 
     def store(self, salt: str, tokens: Sequence[int]) -> None:
@@ -102,7 +116,10 @@ class EmulatedCache:
                         "parent_block_hash": parent,
                         "token_ids": list(tokens[at * size : (at + 1) * size]),
                         "block_size": size,
-                        "extra_keys": [[salt] if not at else None],
+                        "lora_id": None,
+                        "medium": "GPU",
+                        "lora_name": None,
+                        "extra_keys": [[salt] if salt and not at else None],
                     }
                 )
         for name in reversed(names):
@@ -123,17 +140,22 @@ class EmulatedVllm:
     Attributes:
         bodies: Requests for tokens that have arrived.
         running: Responses that have not ended.
+        waiting: Prompts of which none is computed yet.
         sent: Chunks of all responses so far.
+        prompts: Tokens of all prompts that were computed, without those of strangers.
+        cached: Tokens of these that were cached.
     """
 
     def __init__(self, emulation: Emulation) -> None:
         self.emulation = emulation
         self.bodies: list[dict[str, Any]] = []
-        self.running = 0
+        self.running = self.waiting = 0
         self.sent = 0
+        self.prompts = self.cached = 0
         self.cache = EmulatedCache(emulation, self._publish)
         self._prefill = asyncio.Lock()
         self._numbers = itertools.count()
+        self._tokens = list(emulation.words.values())
         self._zmq: zmq.asyncio.Context | None = None
         self._publisher: zmq.asyncio.Socket | None = None
         routes = [
@@ -144,6 +166,12 @@ class EmulatedVllm:
         ]
         if "--enable-scale-out" not in emulation.missing:
             routes.append(Route(GENERATE, self._generate, methods=["POST"]))
+        if emulation.words:
+            self._spelling = {token: f" {word}" for word, token in emulation.words.items()}
+            routes.append(Route(COMPLETIONS, self._complete, methods=["POST"]))
+            routes.append(Route(CHAT, self._complete, methods=["POST"]))
+            routes.append(Route(f"{COMPLETIONS}/render", self._render, methods=["POST"]))
+            routes.append(Route(f"{CHAT}/render", self._render, methods=["POST"]))
         self.app = Starlette(routes=routes, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
@@ -202,7 +230,58 @@ class EmulatedVllm:
             }
             shown = ",".join(f'{name}="{value}"' for name, value in labels.items())
             lines.append(f"vllm:cache_config_info{{{shown}}} 1.0")
+        labels = f'{{model_name="{one.model}",engine="0"}}'
+        held = self.cache.held_blocks / one.blocks
+        lines += [
+            f"vllm:num_requests_running{labels} {self.running}",
+            f"vllm:num_requests_waiting{labels} {self.waiting}",
+            f"vllm:kv_cache_usage_perc{labels} {held}",
+            f"vllm:prefix_cache_queries_total{labels} {self.prompts}",
+            f"vllm:prefix_cache_hits_total{labels} {self.cached}",
+        ]
         return PlainTextResponse("\n".join(lines) + "\n")
+
+    async def _complete(self, request: Request) -> Response:
+        """Serve text: a completion, or the texts of a chat without a template."""
+        body = msgspec.json.decode(await request.body())
+        asked = self._asked(body)
+        is_chat = request.url.path == CHAT
+        if body.get("stream"):
+            stream = self._stream(asked, lambda chunk: self._spelt(chunk, is_chat, stream=True))
+            return StreamingResponse(stream, media_type="text/event-stream")
+        chunks = [chunk async for chunk in self._chunks(asked)]
+        tokens = [token for chunk in chunks for one in chunk["choices"] for token in one["token_ids"]]
+        choice = {"index": 0, "token_ids": tokens, "finish_reason": "length"}
+        whole = {"choices": [choice], "usage": chunks[-1]["usage"]}
+        return JSONResponse(self._spelt(whole, is_chat, stream=False))
+
+    async def _render(self, request: Request) -> Response:
+        """Return the tokens of a text, without computing them."""
+        asked = self._asked(msgspec.json.decode(await request.body()))
+        rendered = {"request_id": "rendered", "model": self.emulation.model, **asked}
+        return JSONResponse(rendered if request.url.path.startswith(CHAT) else [rendered])
+
+    def _asked(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a request for text as one for tokens."""
+        text = body.get("prompt") or " ".join(one["content"] for one in body["messages"])
+        known = self.emulation.words
+        return {
+            "token_ids": [known[word] for word in text.split()],
+            "sampling_params": {"max_tokens": body.get("max_tokens", 16)},
+        }
+
+    def _spelt(self, chunk: dict[str, Any], is_chat: bool, *, stream: bool) -> dict[str, Any]:
+        """Return a chunk of tokens as one of text."""
+        choices = []
+        for one in chunk["choices"]:
+            text = "".join(self._spelling[token] for token in one["token_ids"])
+            content: dict[str, Any] = {"text": text}
+            if is_chat:
+                content = {"delta" if stream else "message": {"role": "assistant", "content": text}}
+            choices.append({"index": 0, "finish_reason": one["finish_reason"], **content})
+        kind = "chat.completion" if is_chat else "text_completion"
+        head = {"id": "emulated", "object": kind, "created": 0, "model": self.emulation.model}
+        return {**head, **chunk, "choices": choices}
 
     async def _generate(self, request: Request) -> Response:
         await self._hang()
@@ -226,7 +305,9 @@ class EmulatedVllm:
         whole = {"index": 0, "token_ids": ids, "finish_reason": "length"}
         return JSONResponse({"choices": [whole], "usage": chunks[-1]["usage"]})
 
-    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+    async def _stream(
+        self, body: dict[str, Any], spelt: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    ) -> AsyncIterator[bytes]:
         self.running += 1
         try:
             count = 0
@@ -241,18 +322,35 @@ class EmulatedVllm:
                     raise ConnectionError("cut on purpose")
                 count += 1
                 self.sent += 1
-                yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+                sent = spelt(chunk) if spelt is not None else chunk
+                yield b"data: " + msgspec.json.encode(sent) + b"\n\n"
             yield b"data: [DONE]\n\n"
         finally:
             self.running -= 1
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Wait until no other prompt is computed."""
+        self.waiting += 1
+        try:
+            await self._prefill.acquire()
+        finally:
+            self.waiting -= 1
+        try:
+            yield
+        finally:
+            self._prefill.release()
 
     async def _chunks(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         one = self.emulation
         tokens: list[int] = list(body["token_ids"])
         salt = body.get("cache_salt") or ""
         names = self.cache.names(salt, tokens[:-1])
-        async with self._prefill:
+        async with self._turn():
             cached = self.cache.cached(names) * one.block_tokens
+            if salt != STRANGER:
+                self.prompts += len(tokens)
+                self.cached += cached
             await asyncio.sleep((len(tokens) - cached) / one.prefill_tokens_per_s)
             self.cache.store(salt, tokens)
         sampling = body["sampling_params"]
@@ -260,6 +358,8 @@ class EmulatedVllm:
         stops = set(sampling.get("stop_token_ids", ()))
         for count in itertools.count(1):
             token = next_token(tokens, one.vocab_size)
+            if one.words:
+                token = self._tokens[token % len(self._tokens)]
             if one.fault == "foreign":
                 token = one.vocab_size + 7
             tokens.append(token)
@@ -335,6 +435,8 @@ async def main() -> None:
     parser.add_argument("--prefill-tokens-per-s", type=float, default=20_000.0)
     parser.add_argument("--token-s", type=float, default=0.005)
     parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--model", default="smol")
+    parser.add_argument("--words", type=Path, help="file of JSON: the token of each word")
     options = parser.parse_args()
     for port in options.ports:
         emulation = Emulation(
@@ -344,6 +446,8 @@ async def main() -> None:
             token_s=options.token_s,
             max_model_len=options.max_model_len,
             events_port=port + 1000 if options.events else 0,
+            model=options.model,
+            words=msgspec.json.decode(options.words.read_bytes()) if options.words else {},
         )
         print(await EmulatedServer(emulation, port).start(), os.getpid(), flush=True)
     await asyncio.Event().wait()

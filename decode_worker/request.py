@@ -223,9 +223,7 @@ class DecodeRequest:
             case ev.Admitted():
                 if self._handoff is None or not self._times.queue_ns:
                     self._times.queue_ns = report.queue_ns
-                    self._times.cached_tokens = report.cached_tokens
-                    if self._route is not None and self._handoff is None:  # corrected at the end
-                        self._send_route("colocated", "", report.cached_tokens)
+                    self._note_cached(report.cached_tokens)
             case ev.PromptOutputsReady():
                 self._send_route("colocated", "", self._times.cached_tokens)
                 self._on_prompt_outputs(report)
@@ -240,6 +238,13 @@ class DecodeRequest:
                     if isinstance(report, ev.Reserved) and not self._times.reserve_ns:
                         self._times.reserve_ns = time.monotonic_ns() - self._began_ns
                     self._handoff.on_report(report)
+
+    def _note_cached(self, tokens: int) -> None:
+        """Correct the route, which an engine behind HTTP knows only by its last tokens."""
+        is_corrected = tokens != self._times.cached_tokens and self._handoff is None
+        self._times.cached_tokens = tokens
+        if is_corrected and self._route is not None:
+            self._send_route("colocated", "", tokens)
 
     def _send_route(self, mode: str, prefill_worker_id: str, cached_tokens: int) -> None:
         own_id = self._parts.identity.worker_id

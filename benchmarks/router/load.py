@@ -23,7 +23,7 @@ import uvloop
 
 _END = b"\r\n0\r\n\r\n"
 _EVENT = b"data: "
-_WORDS = """
+VOCABULARY = """
 the of and to in is that for it was on are as with his they be at one have this from or had by hot
 but some what there we can out other were all your when up use word how said an each she which do
 their time if will way about many then them would write like so these her long make thing see him
@@ -81,7 +81,7 @@ class Load:
     def request(self) -> bytes:
         """Return the next request: no two prompts have a common prefix."""
         self._asked += 1
-        text = " ".join((str(self._asked), *self._draw.choices(_WORDS, k=self._words - 1)))
+        text = " ".join((str(self._asked), *self._draw.choices(VOCABULARY, k=self._words - 1)))
         body = msgspec.json.encode(
             {
                 "model": self._model,

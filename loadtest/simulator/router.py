@@ -278,7 +278,7 @@ class SimulatedRouter(WorkerListener):
         """Record tokens of a response."""
         if record.computed_attempt != record.attempt:
             record.computed_attempt = record.attempt
-            self._book.computed(record.id)
+            self._book.computed(record.id, first_ns)
         if not record.tokens and record.predicted_first_s:
             first_s = (first_ns - record.placed_ns) / 1e9
             self._gate.learn_wait(record.predicted_first_s, first_s, record.prompt_tokens)

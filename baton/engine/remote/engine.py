@@ -289,6 +289,10 @@ class RemoteEngine(ABC):
 
     def _complete(self, request: LiveRequest, choice: int, reader: ResponseReader) -> None:
         """End a choice that has its finish reason."""
+        if reader.cached_tokens is not None and request.computes:
+            request.take_cached(reader.cached_tokens)
+        if (last := request.last.pop(choice, None)) is not None:
+            self._on_progress(request, choice, (request.admission(), last))
         self._end_choice(request, choice)
         if request.computes:
             self._prefixes.responded(request, choice, reader.cached_tokens)
@@ -305,8 +309,6 @@ class RemoteEngine(ABC):
             self._tasks.spawn(self._on_failure(request, error), "fail")
             return
         sent: list[messages.Report] = []
-        if self._corrects(request, reader) and request.admitted:
-            sent.append(request.admission())
         for tokens in reports:
             step = self._count(request, choice, len(tokens.tokens))
             if not request.admitted:
@@ -316,24 +318,13 @@ class RemoteEngine(ABC):
                     sent.append(request.admission())
             if step is not None:
                 sent.append(step)
-            sent.append(tokens)
             request.keep(tokens)
+            if tokens.finish_reason and request.computes:
+                request.last[choice] = tokens  # the server's count of cached tokens follows
+            else:
+                sent.append(tokens)
         if sent:
             self._on_progress(request, choice, sent)
-
-    def _corrects(self, request: LiveRequest, reader: ResponseReader) -> bool:
-        """Take the cached tokens that the server reports; return whether others were expected.
-
-        Of several choices the first one has computed the prompt, and counts.
-        """
-        cached_tokens = reader.cached_tokens
-        if cached_tokens is None or not request.computes:
-            return False
-        if request.is_cached_known:
-            cached_tokens = min(cached_tokens, request.cached_tokens)
-        expected_tokens, request.cached_tokens = request.cached_tokens, cached_tokens
-        request.is_cached_known = True
-        return cached_tokens != expected_tokens
 
     def _count(self, request: LiveRequest, choice: int, tokens: int) -> ev.StepDone | None:
         """Note the arrival of tokens; return the step that it ends, if any."""

@@ -59,6 +59,7 @@ class LiveRequest:
         hashes: Names of the prompt's whole blocks, without its last token.
         is_cached_known: Whether ``cached_tokens`` is what the server has reported.
         generated: Tokens of the current run, by choice.
+        last: Reports with a finish reason, by choice, which wait for the count of cached tokens.
         sufficed: Choices that were ended here, as the server sent more tokens than were asked for.
         expected_tokens: Prompt tokens that were expected to be cached, without KV events.
         used_before: When the blocks of these tokens had been used.
@@ -76,6 +77,7 @@ class LiveRequest:
         self.prompt = prompt
         self.hashes = hashes
         self.generated: dict[int, list[int]] = {}
+        self.last: dict[int, ev.Tokens] = {}
         self.sufficed: set[int] = set()
         self.expected_tokens = 0
         self.used_before: tuple[int, ...] = ()
@@ -148,6 +150,14 @@ class LiveRequest:
         self.open_choices -= {n for n, tokens in enumerate(emitted) if tokens is None}
         self.submitted_ns = time.monotonic_ns()
 
+    def take_cached(self, tokens: int) -> None:
+        """Note the cached tokens that the server reports for a choice.
+
+        Of several choices the first one has computed the prompt, and counts.
+        """
+        self.cached_tokens = min(self.cached_tokens, tokens) if self.is_cached_known else tokens
+        self.is_cached_known = True
+
     def admission(self) -> ev.Admitted:
         """Return the report that the engine computes the prompt."""
         return ev.Admitted(
@@ -202,6 +212,7 @@ class LiveRequest:
             self.late.cancel()
         self.exchanges.clear()
         self.generated.clear()
+        self.last.clear()
         self.loading.clear()
         self.withheld.clear()
         self.run += 1

@@ -26,6 +26,7 @@ class SequenceProgress:
         cached_tokens: Prompt tokens that the engine has cached, as far as known.
         comes: Whether its KV comes from another worker, so that the engine computes no prompt.
         held: Whether its prompt is computed and its KV only waits for another worker.
+        begun_ns: First end of a step behind its submission: its prompt can be in the next one.
         input_ns: Its part of the steps, for the prompt; ``output_ns`` the same for its tokens.
     """
 
@@ -34,6 +35,7 @@ class SequenceProgress:
     submitted_ns: int
     comes: bool = False
     held: bool = False
+    begun_ns: int = 0
     first_ns: int = 0
     generated: int = 0
     input_ns: int = 0
@@ -60,6 +62,7 @@ class LoadMeter:
         self._batch: dict[tuple[str, int], SequenceProgress] = {}  # rows with a token in this step
         self._batch_ns = 0  # first arrival of this step
         self._last_ns = 0  # first arrival of the step before
+        self._prompt_ns = 0  # arrival of the newest first token in an ended step
         self._new: list[SequenceProgress] = []  # rows of the batch whose first token this is
 
     def submitted(self, request_id: str, choice: int, row: SequenceProgress) -> None:
@@ -114,11 +117,13 @@ class LoadMeter:
 
     def end_step(self, cached_blocks: int) -> StepDone:
         """Return the current step, and begin the next one."""
-        began_ns = self._began_ns()
-        duration_ns = max(self._batch_ns - began_ns, 1)
+        duration_ns = max(self._batch_ns - self._began_ns(), 1)
         prompt_tokens = sum(row.uncached for row in self._new)
         decoding = [row for row in self._batch.values() if row not in self._new]
         self._charge(duration_ns, prompt_tokens, decoding)
+        if self._new:
+            duration_ns = self._end_prompts()
+        self._note_waiting()
         self._step += 1
         step = msgspec.structs.replace(
             self.status(cached_blocks),
@@ -154,6 +159,23 @@ class LoadMeter:
             ),
             blocks=self._blocks(cached_blocks),
         )
+
+    def _end_prompts(self) -> int:
+        """Return the time for the prompts of this step, of which the steps before had parts.
+
+        A long prompt takes several steps, in each of which other sequences have a token. And its
+        first token may arrive before those tokens of its step, so it is timed by itself.
+        """
+        began_ns = min(row.begun_ns or row.submitted_ns for row in self._new)
+        began_ns = max(began_ns, self._prompt_ns)
+        self._prompt_ns = max(row.first_ns for row in self._new)
+        return max(self._prompt_ns - began_ns, 1)
+
+    def _note_waiting(self) -> None:
+        """Note the end of a step for the sequences that wait since before it."""
+        for row in self._rows.values():
+            if not row.first_ns and not row.begun_ns and row.submitted_ns <= self._batch_ns:
+                row.begun_ns = self._batch_ns
 
     def _began_ns(self) -> int:
         """Return when the step began: after the one before, or when its oldest work arrived."""

@@ -224,9 +224,6 @@ def sampling_params(
 class ChoiceStream:
     """Parser of the response to one ``generate_body``.
 
-    The end of the choice is held back until vLLM has reported the cached tokens behind it, so that
-    the usage of a response counts what the server had cached, not what was expected of it.
-
     Attributes:
         generated: Tokens of the choice so far, those before a resumption included.
         finished: Whether the choice has its finish reason.
@@ -245,7 +242,6 @@ class ChoiceStream:
         if not spec.params.ignore_eos or spec.params.grammar:
             self._ends.update(eos)
         self._buffer = b""
-        self._end: ev.Tokens | None = None
 
     def feed(self, data: bytes) -> list[ev.Tokens]:
         """Return the tokens in received bytes.
@@ -261,30 +257,14 @@ class ChoiceStream:
             payload = event.removeprefix(b"data: ")
             if payload != b"[DONE]":
                 tokens += self._take(read_chunk(payload))
-            elif self._end is not None:
-                tokens.append(self._released(self._end))
         return tokens
 
     def _take(self, chunk: Chunk) -> list[ev.Tokens]:
         if chunk.error is not None:
             raise error_of(chunk.error, None)
-        tokens: list[ev.Tokens] = []
-        for choice in chunk.choices:
-            run = self._tokens(choice)
-            if run.finish_reason:
-                self._end = run
-            else:
-                tokens.append(run)
         if chunk.cached_tokens is not None:
             self.cached_tokens = chunk.cached_tokens
-            if self._end is not None:
-                tokens.append(self._released(self._end))
-        return tokens
-
-    def _released(self, end: ev.Tokens) -> ev.Tokens:
-        self._end = None
-        self.finished = True
-        return end
+        return [self._tokens(choice) for choice in chunk.choices]
 
     def _tokens(self, choice: ChunkChoice) -> ev.Tokens:
         ids = choice.token_ids or ()
@@ -297,6 +277,7 @@ class ChoiceStream:
             ids = ids[:-1]
         index = self.generated
         self.generated += len(ids)
+        self.finished = bool(reason)
         content = choice.logprobs.content if choice.logprobs is not None else None
         return ev.Tokens(
             request_id=self._request_id,

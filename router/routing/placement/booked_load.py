@@ -5,8 +5,9 @@ go to one worker. So each placement is booked before it is sent, and counts unti
 that is recent enough to include it. An engine reads new requests between two steps, which may be a
 second apart, so a report contains the age of its load.
 
-Ends are subtracted in the same way, while reports still show the request. Otherwise every worker
-would look fuller than it is except a new one, which would attract twice its share.
+Ends are subtracted in the same way, while reports still show the request, and so are prompts that
+have been computed since. Otherwise every worker would look fuller than it is except a new one, which
+would attract twice its share.
 """
 
 from collections.abc import Iterator
@@ -21,9 +22,9 @@ _SETTLE_NS = 50_000_000
 class Unreported(NamedTuple):
     """Load that a worker's last report does not include.
 
-    ``tokens`` are prompt tokens to compute; ``context`` is the sum over them of the tokens before
-    each; ``streams`` is negative if more have ended than begun; ``stream_tokens`` are those of
-    their prompts.
+    ``tokens`` are prompt tokens to compute, negative if more were computed than have come;
+    ``context`` is the sum over them of the tokens before each; ``streams`` is negative if more have
+    ended than begun; ``stream_tokens`` are those of their prompts.
     """
 
     tokens: int = 0
@@ -63,6 +64,7 @@ class _Worker:
     live: dict[str, Booking] = field(default_factory=dict)
     unreported: dict[str, Booking] = field(default_factory=dict)
     ended: list[tuple[int, Booking]] = field(default_factory=list)  # with the end in ns
+    computed: list[tuple[int, int, int]] = field(default_factory=list)  # when, tokens, context
     tokens: int = 0
     context: int = 0
     streams: int = 0
@@ -111,18 +113,19 @@ class LoadBook:
             booking.adapter == adapter for booking in worker.live.values()
         )
 
-    def computed(self, request_id: str) -> None:
-        """End the prompt's load at the first token."""
+    def computed(self, request_id: str, now_ns: int) -> None:
+        """End the prompt's load at the first token; reports before ``now_ns`` still show it."""
         for worker_id in self._workers_of.get(request_id, ()):
             worker = self._workers[worker_id]
             booking = worker.live[request_id]
-            counts = request_id in worker.unreported
-            if counts:
-                worker.add(booking, -1)
+            if not booking.tokens:
+                continue
+            worker.tokens -= booking.tokens
+            worker.context -= booking.context
+            if request_id not in worker.unreported:
+                worker.computed.append((now_ns, booking.tokens, booking.context))
             booking.tokens = booking.context = 0
-            if counts:
-                worker.add(booking, 1)
-                self._note(worker_id, worker)
+            self._note(worker_id, worker)
 
     def take_back(self, worker_id: str | None, request_id: str) -> None:
         """Remove the booking at a worker that another one replaces."""
@@ -151,7 +154,7 @@ class LoadBook:
     def reported(self, worker_id: str, as_of_ns: int) -> None:
         """Note a report of the worker with its load as of ``as_of_ns``."""
         worker = self._workers.get(worker_id)
-        if worker is None or not (worker.unreported or worker.ended):
+        if worker is None or not (worker.unreported or worker.ended or worker.computed):
             return
         settled = [
             request_id
@@ -164,11 +167,16 @@ class LoadBook:
             if at_ns <= as_of_ns:
                 worker.add_streams(booking, 1)
         worker.ended = [end for end in worker.ended if end[0] > as_of_ns]
+        for at_ns, tokens, context in worker.computed:
+            if at_ns <= as_of_ns:
+                worker.tokens += tokens
+                worker.context += context
+        worker.computed = [prompt for prompt in worker.computed if prompt[0] > as_of_ns]
         self._note(worker_id, worker)
 
     def _note(self, worker_id: str, worker: _Worker) -> None:
         self._changed.add(worker_id)
-        if worker.unreported or worker.ended:
+        if worker.unreported or worker.ended or worker.computed:
             self._unreported[worker_id] = worker
         else:
             self._unreported.pop(worker_id, None)

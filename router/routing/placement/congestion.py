@@ -6,7 +6,10 @@ of its time, one more second of work makes later arrivals wait rho / (1 - rho) s
 together. So in a busy pool a cached prefix is worth more than the time that its own request saves,
 and in an idle pool exactly that.
 
-The share is one for all workers of a role. A worker's own share would follow noise: a worker that
+And what a worker computes displaces as much in its cache. Of that, later requests need about the
+share that prompts find cached now, and compute it again.
+
+The shares are one for all workers of a role. A worker's own share would follow noise: a worker that
 has just been avoided looks idle, and attracts the next prompts, cached there or not.
 """
 
@@ -14,6 +17,8 @@ from collections.abc import Mapping
 from math import exp
 
 _WINDOW_NS = 60e9  # the mean forgets a sample within about this time
+_IDLE_BEFORE_NS = 3e9  # time before the first sample, in which the workers count as idle
+_CACHED_WEIGHT = 0.02  # of one prompt in the mean of their cached shares
 _MAX_BUSY_SHARE = 0.9  # above it a queue is not in balance, and the formula has no meaning
 
 
@@ -22,7 +27,9 @@ class Crowding:
 
     def __init__(self) -> None:
         self._busy_share: dict[str, float] = {}
-        self._at_ns = 0
+        self._at_ns: int | None = None
+        self._sampled_ns = _IDLE_BEFORE_NS
+        self._cached_share = 0.0
 
     def note(self, workers: Mapping[str, tuple[int, int]], now_ns: int) -> None:
         """Add a sample: by role, the number of workers with prompt tokens to compute, and of all.
@@ -30,11 +37,18 @@ class Crowding:
         A sample counts for the time since the previous one, so that a burst does not count for more
         than its duration.
         """
-        weight = 1 - exp(-max(now_ns - self._at_ns, 0) / _WINDOW_NS)
+        since_ns = 0 if self._at_ns is None else max(now_ns - self._at_ns, 0)
         self._at_ns = now_ns
+        self._sampled_ns = min(self._sampled_ns + since_ns, _WINDOW_NS)
+        weight = 1 - exp(-since_ns / self._sampled_ns)
         for role, (busy_workers, all_workers) in workers.items():
             before = self._busy_share.get(role, 0.0)
             self._busy_share[role] = before + weight * (busy_workers / all_workers - before)
+
+    def placed(self, prompt_tokens: int, uncached_tokens: int) -> None:
+        """Add the cached share of a prompt."""
+        share = 1 - uncached_tokens / max(prompt_tokens, 1)
+        self._cached_share += _CACHED_WEIGHT * (share - self._cached_share)
 
     def busy_share(self, role: str) -> float:
         """Return the busy share of a role in the last minute, between 0 and 1."""
@@ -43,4 +57,4 @@ class Crowding:
     def wait_per_s(self, role: str) -> float:
         """Return the delay of later requests per second computed on a worker of the role."""
         busy = min(self.busy_share(role), _MAX_BUSY_SHARE)
-        return busy / (1 - busy)
+        return busy / (1 - busy) + self._cached_share

@@ -235,6 +235,7 @@ class Placer:
         chosen = placement.chosen
         self._book_load(request, chosen, placement.placed_ns)
         if not request.probe:
+            self._crowding.placed(len(request.prompt), chosen.uncached_tokens)
             holders = (chosen.computes.incarnation, chosen.decode.incarnation)
             for incarnation in dict.fromkeys(holders):  # in an order that is always the same
                 self._prefix_index.expect(incarnation, quote.hashes, placement.placed_ns)

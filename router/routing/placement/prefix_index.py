@@ -94,6 +94,12 @@ class _Expected:
         self._step = max(step, self._step)
         return self.tables
 
+    def remove(self, number: int, hashes: bytes) -> None:
+        """Forget blocks that were evicted: they were stored, or there when they were expected."""
+        for table in self.tables:
+            if table.blocks:
+                table.remove(number, hashes)
+
     def rename(self, before: int, after: int) -> None:
         for table in self.tables:
             if hashes := table.hashes_of(before):
@@ -250,7 +256,10 @@ class PrefixIndex:
             entry.checksum = 0
             self._expected.rename(before, entry.number)
             self._count(batch.incarnation, entry)
-        removed = self._table.remove(entry.number, b"".join(batch.removed))
+        gone = b"".join(batch.removed)
+        removed = self._table.remove(entry.number, gone)
+        if gone:
+            self._expected.remove(entry.number, gone)
         entry.blocks -= removed.blocks
         entry.checksum ^= removed.checksum
         self._store(entry, b"".join(batch.stored))

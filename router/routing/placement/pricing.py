@@ -196,9 +196,8 @@ class Pricing:
     @property
     def waiting_tokens(self) -> npt.NDArray[np.float64]:
         """Prompt tokens that wait at each worker, reported and booked."""
-        waiting: npt.NDArray[np.float64] = (
-            self._queued_tokens + self._buffers.arrays["booked"][:, 0]
-        )
+        booked = self._buffers.arrays["booked"][:, 0]
+        waiting: npt.NDArray[np.float64] = np.maximum(self._queued_tokens + booked, 0)
         return waiting
 
     def book(self, index: int, load: Unreported) -> None:

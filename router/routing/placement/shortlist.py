@@ -299,6 +299,7 @@ class Shortlist:
                 queued[index] += booked.tokens
                 streams[index] += booked.streams
                 answering[index] += booked.streams
+        np.maximum(queued, 0, out=queued)
         np.maximum(streams, 0, out=streams)
         np.maximum(answering, 0, out=answering)
         self._note_crowding(queued, now_ns)

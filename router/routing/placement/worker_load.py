@@ -360,8 +360,8 @@ class Known(NamedTuple):
             worker_id=slot.worker_id,
             incarnation=self.incarnation,
             role=slot.role,
-            queued_tokens=report.queued_tokens + booked.tokens,
-            queued_context=report.queued_context + booked.context,
+            queued_tokens=max(report.queued_tokens + booked.tokens, 0),
+            queued_context=max(report.queued_context + booked.context, 0),
             streams=max(report.streams + booked.streams, 0),
             answering=None
             if report.answering is None

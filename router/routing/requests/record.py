@@ -152,7 +152,7 @@ class RequestRecord:
     def on_route(self, route: RequestRoute, now_ns: int) -> None:
         """Note the workers of the current attempt."""
         if route.attempt == self.attempt and not self.ended:
-            if self.route is None:
+            if self.route is None:  # others correct it
                 self.note("routed", now_ns)
             self.route = route
 

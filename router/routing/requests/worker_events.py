@@ -180,7 +180,7 @@ class WorkerEvents:
         if result.fresh_tokens:
             if not active.computed:
                 active.computed = True
-                gateway.book.computed(active.id)
+                gateway.book.computed(active.id, now_ns)
             gateway.work.generated(active.id, result.fresh_tokens)
             gateway.observer.tokens(active, before_ns, now_ns, result.fresh_tokens)
         if result.stopped:

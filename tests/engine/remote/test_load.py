@@ -15,7 +15,7 @@ def test_tokens_of_one_step_arrive_together_and_a_second_one_ends_it() -> None:
     first = meter.tokens("r", 0, 1, 120 * MS, 0)
     assert first is not None
     assert (first.prompt_tokens, first.decode_rows) == (320, 0)
-    assert first.duration_ns == 100 * MS
+    assert first.duration_ns == 101 * MS
     meter.tokens("r", 1, 1, 121 * MS, 0)
     second = meter.tokens("r", 0, 1, 140 * MS, 0)
     assert second is not None
@@ -47,6 +47,34 @@ def test_a_prompt_counts_without_its_cached_tokens() -> None:
     row = meter.ended("r", 0)
     assert row is not None
     assert row.input_ns == 32 * MS
+
+
+def test_a_prompt_of_several_steps_is_timed_from_its_first_one() -> None:
+    """Also if its token arrives before those of the other sequences in its last step."""
+    meter = LoadMeter(total_blocks=1000)
+    meter.submitted("a", 0, SequenceProgress(32, 0, 0))
+    meter.tokens("a", 0, 1, 10 * MS, 0)
+    meter.submitted("b", 0, SequenceProgress(400, 0, 15 * MS))
+    for arrival in (20, 120, 220, 320):  # of which the last three have parts of the prompt
+        meter.tokens("a", 0, 1, arrival * MS, 0)
+    assert meter.tokens("b", 0, 1, 420 * MS, 0) is None
+    step = meter.tokens("a", 0, 1, 421 * MS, 0)
+    assert step is not None
+    assert (step.prompt_tokens, step.decode_rows) == (400, 1)
+    assert step.duration_ns == 400 * MS, "from the end of the step in which it was submitted"
+
+
+def test_prompts_that_wait_for_each_other_are_not_timed_twice() -> None:
+    meter = LoadMeter(total_blocks=1000)
+    for request in ("a", "b"):
+        meter.submitted(request, 0, SequenceProgress(100, 0, 0))
+    meter.tokens("a", 0, 1, 100 * MS, 0)
+    first = meter.settled(100 * MS + SETTLED_NS, 0)
+    meter.tokens("b", 0, 1, 200 * MS, 0)
+    second = meter.settled(200 * MS + SETTLED_NS, 0)
+    assert first is not None
+    assert second is not None
+    assert (first.duration_ns, second.duration_ns) == (100 * MS, 100 * MS)
 
 
 def test_the_rates_that_routers_use_come_out() -> None:

@@ -88,12 +88,8 @@ class Emulated:
         return int(self.url.rpartition(":")[2])
 
     def evict(self) -> None:
-        """Forget all cached blocks, without an event."""
-
-        async def clear() -> None:
-            self._server.vllm.cache.clear()
-
-        self._thread.run(clear())
+        """Forget all blocks, as if others had needed them."""
+        self._server.vllm.cache.clear()
 
     def stop(self) -> None:
         self._thread.run(self._server.stop())
@@ -139,6 +135,13 @@ class AttachedFleet:
 
     def complete(self, max_tokens: int = 40, prompt: list[int] = PROMPT, **more: Any) -> list[int]:
         """Return the tokens of a response."""
+        ids: list[int] = self.respond(max_tokens, prompt, **more)["choices"][0]["token_ids"]
+        return ids
+
+    def respond(
+        self, max_tokens: int = 40, prompt: list[int] = PROMPT, **more: Any
+    ) -> dict[str, Any]:
+        """Return a response."""
         body = {
             "model": MODEL,
             "prompt": prompt,
@@ -150,8 +153,8 @@ class AttachedFleet:
         }
         answer = httpx.post(f"{self.url}/v1/completions", json=body, trust_env=False, timeout=90)
         assert answer.status_code == 200, answer.text
-        ids: list[int] = answer.json()["choices"][0]["token_ids"]
-        return ids
+        response: dict[str, Any] = answer.json()
+        return response
 
 
 def expected(count: int, prompt: list[int] = PROMPT) -> list[int]:

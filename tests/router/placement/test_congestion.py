@@ -29,6 +29,14 @@ def test_a_fleet_that_is_busy_three_quarters_of_the_time_counts_three_seconds() 
     assert crowding.wait_per_s("prefill") < 0.001
 
 
+def test_the_first_prompts_of_a_router_do_not_make_a_minute_busy() -> None:
+    crowding = Crowding()
+    crowding.note({"prefill": (4, 4)}, 10_000 * SECOND)
+    assert crowding.wait_per_s("prefill") == 0
+    noted(crowding, [True, False], 10_001, 10_010)
+    assert crowding.busy_share("prefill") == pytest.approx(0.5 * 9 / 12, abs=0.06)
+
+
 def test_overload_is_bounded() -> None:
     crowding = Crowding()
     noted(crowding, [True], 0, 1000)

@@ -238,7 +238,7 @@ class TestLoadBook:
     def test_the_first_token_takes_the_prompt_off_and_the_end_the_rest(self):
         book = LoadBook()
         book.book("w", "r", Booking(tokens=100, streams=2, at_ns=0))
-        book.computed("r")
+        book.computed("r", now_ns=1)
         assert book.unreported("w") == Unreported(streams=2)
         book.release("r")
         assert book.unreported("w") == Unreported()
@@ -254,6 +254,18 @@ class TestLoadBook:
         book.reported("w", as_of_ns=410_000_000)
         assert book.unreported("w") == Unreported()
 
+    def test_a_computed_prompt_is_taken_off_until_a_report_shows_it(self):
+        book = LoadBook()
+        book.book("w", "r", Booking(tokens=100, context=4950, streams=1, at_ns=0))
+        book.reported("w", as_of_ns=300_000_000)  # it shows the prompt
+        book.computed("r", now_ns=400_000_000)
+        assert book.unreported("w") == Unreported(tokens=-100, context=-4950)
+        book.reported("w", as_of_ns=390_000_000)
+        assert book.unreported("w") == Unreported(tokens=-100, context=-4950)
+        book.reported("w", as_of_ns=410_000_000)
+        assert book.unreported("w") == Unreported()
+        book.release("r")
+
     def test_an_end_that_no_report_has_shown_is_taken_off_once(self):
         book = LoadBook()
         book.book("w", "r", Booking(tokens=100, streams=2, at_ns=0))
@@ -264,7 +276,7 @@ class TestLoadBook:
     def test_the_tokens_of_a_stream_are_booked_as_long_as_the_stream(self):
         book = LoadBook()
         book.book("w", "r", Booking(tokens=100, streams=2, stream_tokens=600, at_ns=0))
-        book.computed("r")
+        book.computed("r", now_ns=1)
         assert book.unreported("w") == Unreported(streams=2, stream_tokens=600)
         book.reported("w", as_of_ns=300_000_000)
         assert book.unreported("w") == Unreported()
@@ -288,7 +300,7 @@ class TestLoadBook:
         assert book.unreported("p") == Unreported()
         assert book.unreported("d") == Unreported(100, 4950, 1)
         book.take_back("p", "r")
-        book.computed("r")
+        book.computed("r", now_ns=1)
         assert book.unreported("d") == Unreported(streams=1)
         book.release("r")
         assert book.unreported("d") == Unreported()

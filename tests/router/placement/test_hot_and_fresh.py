@@ -110,7 +110,7 @@ class Closed:
                 next_report_ns += REPORT_NS
             self.now_ns = at_ns
             if what == "read":
-                self.placer.book.computed(f"r{number}")
+                self.placer.book.computed(f"r{number}", self.now_ns)
                 self._store(worker_id)
             else:
                 self.streams[worker_id] -= 1

@@ -167,6 +167,15 @@ def test_what_was_just_placed_counts_until_it_should_have_come():
     assert prefix_blocks(prefix_index, A, hashes, now_ns=3_000_000_000) == 0
 
 
+def test_an_evicted_block_is_no_longer_expected():
+    prefix_index = PrefixIndex()
+    hashes = [name(1), name(2), name(3)]
+    prefix_index.apply(batch(1, stored=[1, 2, 3]))
+    prefix_index.expect(A, hashes, now_ns=0)
+    prefix_index.apply(batch(2, removed=[2, 3]))
+    assert prefix_blocks(prefix_index, A, hashes, now_ns=1) == 1
+
+
 def test_expectations_are_bounded_and_old_ones_leave():
     prefix_index = PrefixIndex()
     for second in range(20):

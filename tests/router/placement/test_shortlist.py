@@ -154,6 +154,6 @@ def test_a_burst_sees_what_was_just_booked():
         )
     prefills = [s.worker_id for s, _ in best_of(short, slots, book=book) if s.role == "prefill"]
     assert prefills[0] == "prefill-3"
-    book.computed("r0")
+    book.computed("r0", now_ns=1)
     prefills = [s.worker_id for s, _ in best_of(short, slots, book=book) if s.role == "prefill"]
     assert prefills[0] == "prefill-0"

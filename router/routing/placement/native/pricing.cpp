@@ -129,7 +129,11 @@ void baton_price_workers(const BatonRow* rows, uint32_t count, const BatonPrompt
     if (streams < 0) streams = 0;  // more ended than the report showed
     if (delayed < 0) delayed = 0;
 
-    double queue_s = (row->queued_tokens + more[0]) * token_s + (row->queued_context + more[1]) * context_s;
+    double queued_tokens = row->queued_tokens + more[0];
+    double queued_context = row->queued_context + more[1];
+    if (queued_tokens < 0) queued_tokens = 0;  // likewise computed
+    if (queued_context < 0) queued_context = 0;
+    double queue_s = queued_tokens * token_s + queued_context * context_s;
     double compute_s = compute(row, prompt->prompt_tokens, prompt->prefill_overhead_s, cached[i]).seconds;
     double bring_s = 0, held = cached[i], in_tiers = tiers[2 * static_cast<size_t>(i)];
     if (in_tiers > held) {
