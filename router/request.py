@@ -89,6 +89,7 @@ class GenerationRequest:
         part_of: Id of the call, if it has several prompts or inputs, which are requests each.
         key_id: Id of the caller's API key.
         routed: Model that answers; None for probes.
+        expected_tokens: Length of the response that the client expects; 0: not given.
         session: Conversation to which the client says that it belongs.
         prompt_change: Where its prompt differs from an earlier one of its session.
     """
@@ -121,6 +122,7 @@ class GenerationRequest:
     part_of: str = ""
     key_id: str = ""
     routed: Routed | None = None
+    expected_tokens: int = 0
     session: Session = NO_SESSION
     prompt_change: PromptChange | None = field(default=None, repr=False)
 

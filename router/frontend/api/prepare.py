@@ -354,6 +354,7 @@ class Preparer:
             deadline_ns=now_ns + int(caller.timeout_s * 1e9),
             traceparent=caller.traceparent,
             slo=caller.limits.at(self._settings.slo),
+            expected_tokens=_hinted_tokens(body) if isinstance(body, GenerationBody) else 0,
         )
 
     def _scope(self, caller: Caller, salt: str | None) -> str:
@@ -370,6 +371,11 @@ def _shown(body: GenerationBody) -> Shown:
         special_tokens=body.skip_special_tokens is False,
         token_ids=bool(body.return_token_ids),
     )
+
+
+def _hinted_tokens(body: GenerationBody) -> int:
+    hints = body.nvext.agent_hints if body.nvext is not None else None
+    return hints.osl or 0 if hints is not None else 0
 
 
 def _check_prompt_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:

@@ -142,10 +142,12 @@ class Placer:
 
     def cost_tokens(self, request: GenerationRequest, uncached_tokens: int) -> float:
         """Return the work of a request: prompt tokens to compute plus expected output tokens."""
-        return uncached_tokens + request.sampling.n * self._expected_tokens(request)
+        usual_tokens = round(self._output_tokens.value)  # hints of clients move no request forward
+        return uncached_tokens + request.sampling.n * min(request.sampling.max_tokens, usual_tokens)
 
     def _expected_tokens(self, request: GenerationRequest) -> int:
-        return min(request.sampling.max_tokens, round(self._output_tokens.value))
+        expected_tokens = request.expected_tokens or round(self._output_tokens.value)
+        return min(request.sampling.max_tokens, expected_tokens)
 
     def learn(self, request: GenerationRequest, completion_tokens: int) -> None:
         """Add the length of a complete response to the running mean."""

@@ -129,6 +129,7 @@ class ActiveRequest:
             "state": "ended" if record.ended else "running" if self.decode_id else "queued",
             "status": self.status or None,
             "error": record.error.body()["error"] if record.error is not None else None,
+            "expected_tokens": request.expected_tokens or None,
             "session": request.session._asdict() if request.session else None,
             "prompt_change": change.explain() if (change := request.prompt_change) else None,
             "seed": request.sampling.seed,

@@ -140,3 +140,20 @@ def test_sessions_have_the_names_of_several_clients(
     headers: Mapping[str, str], key: str | None, user: str | None, session: Session
 ) -> None:
     assert session_of(session_of_headers(headers), key, user) == session
+
+
+async def test_the_expected_length_of_a_response_is_priced_and_shown(make_fleet) -> None:
+    """As Dynamo's clients give it; never more than the response may have."""
+    fleet = await make_fleet({"decode-0": Script(), "decode-1": Script()})
+    priced = []
+    for hints, most in ({}, 400), ({"osl": 390, "priority": 3}, 400), ({"osl": 390}, 4):
+        answer = await fleet.chat(nvext={"agent_hints": hints, "mood": "x"}, max_tokens=most)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-baton-ignored"] == "nvext.mood"
+        report = (await fleet.http.get(f"/fleet/requests/{answer.json()['id']}")).json()
+        assert report["expected_tokens"] == hints.get("osl")
+        priced.append(report["chosen"]["terms"]["decode_s"])
+    assert priced[2] < priced[0] < priced[1]
+    refused = await fleet.chat(nvext={"agent_hints": {"osl": 0}})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "nvext.agent_hints.osl"

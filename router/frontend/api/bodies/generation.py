@@ -99,6 +99,27 @@ class StructuredOutputs(Body):
     }
 
 
+class AgentHints(Body):
+    """Dynamo's hints of agents."""
+
+    osl: Annotated[int, Field(ge=1, lt=INT32)] | None = None
+    """expected output tokens, for the choice of workers; default: the mean of earlier responses"""
+
+    accepted: ClassVar[dict[str, str]] = {
+        "priority": "priority is a field of the request",
+        "strict_priority": "priority is a field of the request",
+        "speculative_prefill": "nothing is computed before it is requested",
+        "latency_sensitivity": _HINT,
+    }
+
+
+class NvExtension(Body):
+    """Dynamo's extension of requests."""
+
+    agent_hints: AgentHints | None = None
+    """see below"""
+
+
 class GenerationBody(ModelBody):
     """Fields that chat and text completions share."""
 
@@ -158,6 +179,8 @@ class GenerationBody(ModelBody):
     """only requests with the same salt share cached prefixes"""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None
     """names the session in request reports; prefixes are cached without keys"""
+    nvext: NvExtension | None = None
+    """Dynamo's extension: agent_hints"""
     response_format: ResponseFormat | None = None
     """text, any JSON object, or JSON that follows a schema"""
     structured_outputs: StructuredOutputs | None = None
