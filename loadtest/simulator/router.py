@@ -33,6 +33,7 @@ from router.routing.admission.fair_queue import Waiting
 from router.routing.admission.slo_gate import GateRequest, SloDecision, SloGate
 from router.routing.peers.work_counter import WorkCounter
 from router.routing.placement.booked_load import Booking
+from router.routing.placement.computing_prompts import SiblingWaits
 from router.routing.placement.placer import Placer, Quote
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import LoadReader
@@ -40,6 +41,7 @@ from router.routing.requests.recovery_policy import after_prefill_failure, after
 from router.routing.requests.tickets import Tickets
 from router.routing.workers.slot import WorkerSlot
 
+_LOOK_NS = 20_000_000  # between two looks for prefixes that requests wait for
 _LATE_NS = 100_000_000  # between two questions for the lane of late requests
 _REGRET_PERIOD = 16  # requests: reading all queues is slow
 _RETURN_S = 1.0  # after ``Retry-After``, within which a client comes again
@@ -77,6 +79,9 @@ class SimulatedRouter(WorkerListener):
             hashes_of=self._hashes_of,
         )
         self._book = self._placer.book
+        self._waits = SiblingWaits(self._placer.computing, settings.max_queued_requests)
+        self._waiting: dict[str, Waiting] = {}
+        self._looks = False
         policy = POLICIES.get(setup.policy)
         self._policy = policy and PolicyPlacement(policy, index, self._book, draw)
         self._attempt_of = partial(
@@ -134,12 +139,47 @@ class SimulatedRouter(WorkerListener):
     def _pump(self) -> None:
         window = len(self._table.usable) * self._settings.window_requests
         while (entry := self._admission.pop(window)) is not None:
-            record = self.records[entry.request_id]
-            slo = record.request.slo
-            if slo is not None and self._policy is None:
-                self._judge(record, entry, slo)
-            else:
-                self._admit(record, entry)
+            self._wait_or_admit(self.records[entry.request_id], entry)
+
+    def _wait_or_admit(self, record: Record, entry: Waiting) -> None:
+        """Admit a request, unless its prefix is being computed and it is to wait for that."""
+        if self._policy is None and self._placer.computing:
+            quote = self._quote(record)
+            if quote is None:
+                return
+            chosen = quote.placement.chosen
+            now_ns = self._clock.now_ns
+            if self._waits.ask(record.request, chosen, quote.hashes, now_ns) is not None:
+                self._look_soon()
+                if record.id not in self._waiting:
+                    self._waiting[record.id] = entry
+                    self._admission.withdraw(entry)
+                return
+        if self._leave(record.id):
+            self._admission.resume(entry)
+        slo = record.request.slo
+        if slo is not None and self._policy is None:
+            self._judge(record, entry, slo)
+        else:
+            self._admit(record, entry)
+
+    def _leave(self, record_id: str) -> bool:
+        """Forget a request that is admitted or has ended; return whether it waited."""
+        self._waits.leave(record_id)
+        return self._waiting.pop(record_id, None) is not None
+
+    def _look_soon(self) -> None:
+        if not self._looks:
+            self._looks = True
+            self._clock.after(_LOOK_NS, self._look)
+
+    def _look(self) -> None:
+        self._looks = False
+        for record_id in self._waits.due(self._clock.now_ns):
+            if record_id in self._waiting:  # the end of another one may have placed it
+                self._wait_or_admit(self.records[record_id], self._waiting[record_id])
+        if self._waiting:
+            self._look_soon()
 
     def _admit(self, record: Record, entry: Waiting, quote: Quote | None = None) -> None:
         record.admitted = True
@@ -278,7 +318,7 @@ class SimulatedRouter(WorkerListener):
         """Record tokens of a response."""
         if record.computed_attempt != record.attempt:
             record.computed_attempt = record.attempt
-            self._book.computed(record.id)
+            self._placer.computed(record.id)
         if not record.tokens and record.predicted_first_s:
             first_s = (first_ns - record.placed_ns) / 1e9
             self._gate.learn_wait(record.predicted_first_s, first_s, record.prompt_tokens)
@@ -298,7 +338,8 @@ class SimulatedRouter(WorkerListener):
         self.ended += 1
         record.wants_prefill = False
         self._attempts.pop(record.id, None)
-        self._book.release(record.id, now_ns)
+        self._leave(record.id)
+        self._placer.release(record.id, now_ns)
         self.work.ended(record.id, served=not error)
         if record.admitted:
             record.admitted = False
@@ -387,7 +428,7 @@ class SimulatedRouter(WorkerListener):
             self._end(record, error.code)
             return
         self._attempts.pop(record.id, None)
-        self._book.release(record.id)
+        self._placer.release(record.id)
         record.started_ns = 0
         self._place(record, worker.incarnation)
 
@@ -406,6 +447,7 @@ class SimulatedRouter(WorkerListener):
                 self._replace_prefill(record)
             case "local":
                 self._book.take_back(record.prefill_id, record.id)
+                self._placer.computing.end(record.id)
                 self._clock.after(CONTROL_NS, attempt.compute_locally)
             case "wait":
                 record.wants_prefill = True
@@ -421,7 +463,8 @@ class SimulatedRouter(WorkerListener):
         if not fit or attempt is None:
             record.wants_prefill = attempt is not None
             return
-        best = min(fit, key=lambda slot: LoadReader(self._book).of(slot, 0).queued_tokens)
+        reader = LoadReader(self._book)
+        best = min((reader.of(slot, 0) for slot in fit), key=lambda load: load.queued_tokens)
         record.wants_prefill = False
         record.started_ns = 0
         self._book.take_back(record.prefill_id, record.id)
@@ -429,6 +472,7 @@ class SimulatedRouter(WorkerListener):
         tokens = record.prompt_tokens
         context = context_tokens(0, tokens)
         now_ns = self._clock.now_ns
+        self._placer.computing.move(record.id, best, now_ns)
         booking = Booking(tokens=tokens, context=context, streams=0, at_ns=now_ns)
         self._book.book(best.worker_id, record.id, booking)
         worker = self._table.worker(best.worker_id)

@@ -223,8 +223,8 @@ class BatchState:
         """Return whether held prompts would pin more than half of the pool."""
         if request.kind not in (Kind.PREFILL, Kind.HELD) or not self.held:
             return False
-        pinned = sum(len(sequence.blocks) for sequence in self.held.values())
-        return pinned + need > self.pool.total // 2
+        pinned = set().union(*(sequence.blocks for sequence in self.held.values()))
+        return len(pinned) + need > self.pool.total // 2
 
     def remove(self, sequence: TokenSequence) -> None:
         """End a sequence in any state."""

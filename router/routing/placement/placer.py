@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from batonpb.common_pb2 import Capabilities
 
-from baton.registry.types import TIERS, tier_incarnation
 from baton.telemetry.running_mean import RunningMean
 from baton.types.errors import UnavailableError
 from baton.types.geometry import context_tokens
 from router.request import GenerationRequest
 from router.routing.placement.block_table import Hashes, packed
 from router.routing.placement.booked_load import Booking, LoadBook
+from router.routing.placement.computing_prompts import ComputingPrompts, is_soon_there
 from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import (
     PAIRED_OF_A_ROLE,
@@ -94,6 +94,7 @@ class Placer:
         self._workers = workers
         self._prefix_index = prefix_index
         self.book = LoadBook()
+        self.computing = ComputingPrompts(prefix_index)
         self._seeds = HashSeedCache()
         self._news = workers.news()
         self._reports = Reports()
@@ -206,7 +207,10 @@ class Placer:
         held = self._prefix_index.prefixes(reusable, now_ns) if reusable else {}
         sources: tuple[Source, ...] = ()
         if held and request.pinned is None and self._settings.pull_prefixes:
-            sources = self._shortlist.sources(held)
+            # Blocks that a worker is only expected to store soon cannot be pulled.
+            sources = self._shortlist.sources(self._prefix_index.prefixes(reusable))
+        if reusable and self.computing:
+            self.computing.add_held(reusable, held)
         prompt = PromptToPlace(request, reusable, held, sources, avoid)
         choice = self._cheapest_of_all(prompt, rates, now_ns)
         if choice is None:
@@ -216,7 +220,7 @@ class Placer:
             chosen=chosen,
             candidates=compared,
             placed_ns=now_ns,
-            prefix=self._held_now(chosen.links, hashes) if chosen.links else (),
+            prefix=chosen.links,
         )
         return Quote(placement, hashes)
 
@@ -234,26 +238,25 @@ class Placer:
         placement = quote.placement
         chosen = placement.chosen
         self._book_load(request, chosen, placement.placed_ns)
-        if not request.probe:
-            holders = (chosen.computes.incarnation, chosen.decode.incarnation)
-            for incarnation in dict.fromkeys(holders):  # in an order that is always the same
-                self._prefix_index.expect(incarnation, quote.hashes, placement.placed_ns)
+        at_ns = placement.placed_ns
+        if request.probe or self.computing.begin(request.request_id, quote.hashes, chosen, at_ns):
+            return
+        self._prefix_index.expect(chosen.computes.incarnation, quote.hashes, at_ns)
+        if chosen.prefill is not None and is_soon_there(chosen.decode, len(request.prompt)):
+            self._prefix_index.expect(chosen.decode.incarnation, quote.hashes, at_ns)
 
-    def _held_now(self, links: Sequence[Source], hashes: Hashes) -> list[Source]:
-        """Exclude blocks that sources are only expected to store soon: they cannot be pulled."""
-        held = self._prefix_index.prefixes(hashes)
-        there = []
-        before = 0
-        for source in links:
-            slot = self._workers.get(source.worker_id)
-            if slot is None:
-                continue
-            memory = tier_incarnation(slot.incarnation, TIERS[0])
-            held_blocks = max(held.get(slot.incarnation, 0), held.get(memory, 0))
-            if (blocks := min(source.blocks, held_blocks)) > before:
-                there.append(Source(source.worker_id, blocks))
-                before = blocks
-        return there
+    def computed(self, request_id: str) -> None:
+        """Note the first token of a request: its prompt is computed, its blocks appear soon."""
+        self.book.computed(request_id)
+        prompt = self.computing.end(request_id)
+        if prompt is not None:
+            holder = prompt.worker.incarnation
+            self._prefix_index.expect(holder, prompt.hashes, self._clock_ns())
+
+    def release(self, request_id: str, now_ns: int | None = None) -> None:
+        """End a placement; ``now_ns`` is set if the request ran to its end."""
+        self.book.release(request_id, now_ns)
+        self.computing.end(request_id)
 
     def _cheapest_of_all(
         self, prompt: PromptToPlace, rates: Rates, now_ns: int

@@ -1,0 +1,269 @@
+"""Prompts that workers compute now, and requests that wait for blocks of them. Sans-IO.
+
+    placed ── begin ──▶ computing ── first token, end, another attempt ──▶ forgotten
+                            │ blocks appear in the prefix index
+    sibling ── ask ──▶ waits ── blocks are there, prompt is forgotten, time is up ──▶ asked again
+
+A sibling is a request that shares leading blocks with a prompt that is being computed. It waits in
+the router while that takes at most as long as computing the blocks again, and is then placed as any
+other request. It takes no place at a worker meanwhile, so nothing queues behind it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from baton.types.geometry import context_tokens
+from router.request import GenerationRequest
+from router.routing.placement.block_table import HASH_BYTES, LiveWorkers, block_table
+from router.routing.placement.cost import PREFILL_OVERHEAD_S, Candidate, WorkerLoad
+from router.routing.placement.prefix_index import PrefixIndex
+
+# Shorter computations are not waited for: blocks appear in the index after some 20 ms.
+LEAST_S = 0.1
+# Fits of equal workers differ by so much, so a wait may be this much longer than computing.
+FIT_SPREAD = 0.1
+_MAX_PROMPTS = 1024
+_MAX_BLOCKS = 262_144
+_MOST_WAITS = 2.0  # longest wait for one prompt ÷ predicted time of computing
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ComputingPrompt:
+    """A placed prompt that has no first token yet.
+
+    Attributes:
+        number: Its number in the table of blocks.
+        worker: Load of the worker that computes it, as of the placement.
+        begin_blocks: Leading blocks that are not computed: cached, pulled or restored.
+        starts_ns: Expected start of the computation.
+        pulls: Whether its worker pulls leading blocks first.
+    """
+
+    request_id: str
+    number: int
+    hashes: bytes
+    worker: WorkerLoad
+    begin_blocks: int
+    starts_ns: int
+    pulls: bool
+
+    def left_s(self, blocks: int, there_blocks: int, now_ns: int) -> float:
+        """Return the expected time until ``blocks`` are there, of which ``there_blocks`` are."""
+        if there_blocks >= blocks:
+            return 0.0
+        starts_s = 0.0
+        if there_blocks <= self.begin_blocks:
+            starts_s = max(self.starts_ns - now_ns, 0) / 1e9
+        size = self.worker.block_tokens
+        begin = max(self.begin_blocks, there_blocks) * size
+        end = max(blocks * size, begin)
+        return starts_s + self.worker.prompt_s(end - begin, context_tokens(begin, end))
+
+
+def is_soon_there(worker: WorkerLoad, prompt_tokens: int) -> bool:
+    """Return whether a worker lacks so little of a prompt that nobody needs to wait for it."""
+    held = min(worker.cached_blocks * worker.block_tokens, prompt_tokens)
+    return worker.prompt_s(prompt_tokens - held, context_tokens(held, prompt_tokens)) < LEAST_S
+
+
+class ComputingPrompts:
+    """Prompts that are worth waiting for, by request. It is bounded: further ones are left out."""
+
+    def __init__(self, prefix_index: PrefixIndex) -> None:
+        self._index = prefix_index
+        self._prompts: dict[str, ComputingPrompt] = {}
+        self._numbered: dict[int, ComputingPrompt] = {}
+        self._free = list(range(_MAX_PROMPTS))  # numbers
+        self._table = block_table()
+        self._live = LiveWorkers()
+
+    def __bool__(self) -> bool:
+        """Return whether any prompt is being computed."""
+        return bool(self._prompts)
+
+    def __contains__(self, prompt: ComputingPrompt) -> bool:
+        """Return whether the prompt is still being computed, in the same attempt."""
+        return self._prompts.get(prompt.request_id) is prompt
+
+    def begin(self, request_id: str, hashes: bytes, chosen: Candidate, now_ns: int) -> bool:
+        """Record a placed prompt; return False if it is soon computed, or there are too many."""
+        self.end(request_id)
+        terms = chosen.terms
+        room = _MAX_BLOCKS - self._table.blocks
+        if not (terms.compute_s >= LEAST_S or chosen.links) or not hashes:
+            return False
+        if not self._free or len(hashes) > room * HASH_BYTES:
+            return False
+        number = self._free.pop()
+        worker = chosen.computes
+        prompt = ComputingPrompt(
+            request_id=request_id,
+            number=number,
+            hashes=hashes,
+            worker=worker,
+            begin_blocks=max(
+                len(hashes) // HASH_BYTES - chosen.uncached_tokens // worker.block_tokens, 0
+            ),
+            starts_ns=now_ns + round((terms.first_token_s - terms.compute_s) * 1e9),
+            pulls=bool(chosen.links),
+        )
+        self._prompts[request_id] = self._numbered[number] = prompt
+        self._table.add(number, hashes, len(hashes) // HASH_BYTES)
+        self._live.add(number)
+        return True
+
+    def move(self, request_id: str, worker: WorkerLoad, now_ns: int) -> None:
+        """Note that another worker computes the prompt from now on."""
+        prompt = self._prompts.get(request_id)
+        if prompt is not None:
+            starts_ns = now_ns + round(worker.queue_s * 1e9)
+            moved = replace(prompt, worker=worker, begin_blocks=0, starts_ns=starts_ns)
+            self._prompts[request_id] = self._numbered[prompt.number] = moved
+
+    def end(self, request_id: str) -> ComputingPrompt | None:
+        """Forget a prompt that is computed, or whose attempt has ended; return it."""
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is not None:
+            del self._numbered[prompt.number]
+            self._free.append(prompt.number)
+            self._table.remove(prompt.number, prompt.hashes)
+            self._live.discard(prompt.number)
+        return prompt
+
+    def shared(self, hashes: bytes) -> Iterator[tuple[ComputingPrompt, int]]:
+        """Yield the prompts that begin with the same blocks, and the number of these."""
+        if self._prompts:
+            for number, blocks in self._table.match(hashes, self._live):
+                yield self._numbered[number], blocks
+
+    def add_held(self, hashes: bytes, held: dict[bytes, int]) -> None:
+        """Add blocks that a worker will have when it has computed what is before in its queue.
+
+        ``held`` is the number of leading blocks by incarnation. A prompt that waits for a pull may
+        be overtaken, so its blocks do not count.
+        """
+        for prompt, blocks in self.shared(hashes):
+            if not prompt.pulls:
+                incarnation = prompt.worker.incarnation
+                held[incarnation] = max(held.get(incarnation, 0), blocks)
+
+    def there(self, prompt: ComputingPrompt) -> int:
+        """Return how many leading blocks of a prompt its worker has, as far as events report."""
+        return self._index.prefixes(prompt.hashes).get(prompt.worker.incarnation, 0)
+
+
+class AwaitedPrefix(NamedTuple):
+    """Request that computes a prefix, and the sibling's tokens that are left to compute then."""
+
+    request_id: str
+    rest_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Wait:
+    """Wait of a sibling for ``blocks`` of a prompt, of which ``there`` were computed when asked.
+
+    From ``until_ns`` on the prompt needs progress, and from ``last_ns`` on it is not waited for any
+    more. ``given_up`` are prompts that were waited for in vain.
+    """
+
+    prompt: ComputingPrompt
+    blocks: int
+    there: int
+    until_ns: int
+    last_ns: int
+    given_up: tuple[ComputingPrompt, ...]
+
+
+class SiblingWaits:
+    """Requests that wait for a prefix, at most ``limit`` of them, in the order of their calls."""
+
+    def __init__(self, computing: ComputingPrompts, limit: int) -> None:
+        self._computing = computing
+        self._limit = limit
+        self._waits: dict[str, _Wait] = {}
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waits
+
+    def leave(self, request_id: str) -> bool:
+        """Forget a request that is placed or has ended; return whether it waited."""
+        return self._waits.pop(request_id, None) is not None
+
+    def ask(
+        self, request: GenerationRequest, chosen: Candidate, hashes: bytes, now_ns: int
+    ) -> AwaitedPrefix | None:
+        """Return what the request waits for; None: it is to be placed.
+
+        ``chosen`` is its cheapest placement now. One that waits already is asked again.
+        """
+        before = self._waits.get(request.request_id)
+        if request.whole_prompt or request.pinned is not None or request.probe:
+            return None
+        if before is None and len(self._waits) >= self._limit:
+            return None
+        given_up = before.given_up if before is not None else ()
+        if before is not None and self._is_in_vain(before, now_ns):
+            given_up += (before.prompt,)
+        best: _Wait | None = None
+        own_s = chosen.terms.first_token_s * (1 + FIT_SPREAD)
+        most_saved_s = 0.0
+        for prompt, blocks in self._computing.shared(hashes):
+            there = self._computing.there(prompt)
+            if there >= blocks or prompt in given_up:
+                continue
+            own_part_s = _own_s(chosen, len(request.prompt), blocks) * (1 + FIT_SPREAD)
+            saved_s = own_part_s - prompt.left_s(blocks, there, now_ns)
+            if saved_s > most_saved_s:
+                most_saved_s = saved_s
+                is_same = before is not None and before.prompt is prompt
+                best = _Wait(
+                    prompt=prompt,
+                    blocks=blocks,
+                    there=there,
+                    until_ns=now_ns + round(own_s * 1e9),
+                    last_ns=before.last_ns
+                    if before is not None and is_same
+                    else now_ns + round(_MOST_WAITS * own_s * 1e9),
+                    given_up=given_up,
+                )
+        if best is None:
+            return None
+        self._waits[request.request_id] = best
+        held = best.blocks * chosen.computes.block_tokens
+        return AwaitedPrefix(best.prompt.request_id, max(len(request.prompt) - held, 1))
+
+    def _is_in_vain(self, wait: _Wait, now_ns: int) -> bool:
+        """Return whether time is up for a prompt that makes no progress, or not enough."""
+        if wait.prompt not in self._computing or now_ns < wait.until_ns:
+            return False
+        return now_ns >= wait.last_ns or self._computing.there(wait.prompt) <= wait.there
+
+    def due(self, now_ns: int) -> list[str]:
+        """Return the requests that are to be asked again."""
+        there: dict[ComputingPrompt, int] = {}
+        due = []
+        for request_id, wait in self._waits.items():
+            prompt = wait.prompt
+            if prompt in self._computing and now_ns < wait.until_ns:
+                if prompt not in there:
+                    there[prompt] = self._computing.there(prompt)
+                if there[prompt] < wait.blocks:
+                    continue
+            due.append(request_id)
+        return due
+
+
+def _own_s(chosen: Candidate, prompt_tokens: int, blocks: int) -> float:
+    """Return the time that a placement takes for shared blocks; 0 if it is not worth a wait."""
+    worker = chosen.computes
+    held = min(blocks * worker.block_tokens, prompt_tokens - 1)
+    rest_s = PREFILL_OVERHEAD_S + worker.prompt_s(
+        prompt_tokens - held, context_tokens(held, prompt_tokens)
+    )
+    own_s = chosen.terms.pull_s + chosen.terms.compute_s - rest_s
+    return own_s if own_s >= LEAST_S or chosen.links else 0.0
