@@ -143,13 +143,14 @@ class SimulatedRouter(WorkerListener):
 
     def _wait_or_admit(self, record: Record, entry: Waiting) -> None:
         """Admit a request, unless its prefix is being computed and it is to wait for that."""
+        quote = None
         if self._policy is None and self._placer.computing:
-            quote = self._quote(record)
+            quote = self._quote(record, may_spread=record.id not in self._waiting)
             if quote is None:
                 return
-            chosen = quote.placement.chosen
+            cheapest = quote.placement.candidates[0]
             now_ns = self._clock.now_ns
-            if self._waits.ask(record.request, chosen, quote.hashes, now_ns) is not None:
+            if self._waits.ask(record.request, cheapest, quote.hashes, now_ns) is not None:
                 self._look_soon()
                 if record.id not in self._waiting:
                     self._waiting[record.id] = entry
@@ -161,7 +162,7 @@ class SimulatedRouter(WorkerListener):
         if slo is not None and self._policy is None:
             self._judge(record, entry, slo)
         else:
-            self._admit(record, entry)
+            self._admit(record, entry, quote)
 
     def _leave(self, record_id: str) -> bool:
         """Forget a request that is admitted or has ended; return whether it waited."""
@@ -220,9 +221,9 @@ class SimulatedRouter(WorkerListener):
     def _computing(self) -> int:
         return len(self._table.of_role("prefill")) or len(self._table.usable)
 
-    def _quote(self, record: Record) -> Quote | None:
+    def _quote(self, record: Record, *, may_spread: bool = True) -> Quote | None:
         try:
-            return self._placer.quote(record.request)
+            return self._placer.quote(record.request, may_spread=may_spread)
         except UnavailableError as error:
             self._end(record, error.code)
             return None

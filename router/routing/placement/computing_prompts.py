@@ -25,7 +25,7 @@ LEAST_S = 0.1
 FIT_SPREAD = 0.1
 _MAX_PROMPTS = 1024
 _MAX_BLOCKS = 262_144
-_MOST_WAITS = 2.0  # longest wait for one prompt ÷ predicted time of computing
+_MOST_WAITS = 2.0  # longest wait ÷ predicted time of computing, for a prompt with progress
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -137,16 +137,18 @@ class ComputingPrompts:
             for number, blocks in self._table.match(hashes, self._live):
                 yield self._numbered[number], blocks
 
-    def add_held(self, hashes: bytes, held: dict[bytes, int]) -> None:
+    def add_held(self, hashes: bytes, held: dict[bytes, int]) -> bool:
         """Add blocks that a worker will have when it has computed what is before in its queue.
 
         ``held`` is the number of leading blocks by incarnation. A prompt that waits for a pull may
-        be overtaken, so its blocks do not count.
+        be overtaken, so its blocks do not count. Return whether no worker has as many yet.
         """
+        most = max(held.values(), default=0)
         for prompt, blocks in self.shared(hashes):
             if not prompt.pulls:
                 incarnation = prompt.worker.incarnation
                 held[incarnation] = max(held.get(incarnation, 0), blocks)
+        return max(held.values(), default=0) > most
 
     def there(self, prompt: ComputingPrompt) -> int:
         """Return how many leading blocks of a prompt its worker has, as far as events report."""
@@ -164,15 +166,16 @@ class AwaitedPrefix(NamedTuple):
 class _Wait:
     """Wait of a sibling for ``blocks`` of a prompt, of which ``there`` were computed when asked.
 
-    From ``until_ns`` on the prompt needs progress, and from ``last_ns`` on it is not waited for any
-    more. ``given_up`` are prompts that were waited for in vain.
+    It waits since ``since_ns``, when computing itself would have taken ``own_ns``. From
+    ``until_ns`` on the prompt needs progress. ``given_up`` are prompts without it.
     """
 
     prompt: ComputingPrompt
     blocks: int
     there: int
+    since_ns: int
+    own_ns: int
     until_ns: int
-    last_ns: int
     given_up: tuple[ComputingPrompt, ...]
 
 
@@ -199,36 +202,43 @@ class SiblingWaits:
     ) -> AwaitedPrefix | None:
         """Return what the request waits for; None: it is to be placed.
 
-        ``chosen`` is its cheapest placement now. One that waits already is asked again.
+        ``chosen`` is its cheapest placement. One that waits already is asked again.
         """
         before = self._waits.get(request.request_id)
         if request.whole_prompt or request.pinned is not None or request.probe:
             return None
         if before is None and len(self._waits) >= self._limit:
             return None
-        given_up = before.given_up if before is not None else ()
-        if before is not None and self._is_in_vain(before, now_ns):
-            given_up += (before.prompt,)
+        given_up: tuple[ComputingPrompt, ...] = ()
+        own_ns = now_own_ns = round(chosen.terms.first_token_s * (1 + FIT_SPREAD) * 1e9)
+        since_ns = now_ns
+        if before is not None:
+            given_up = before.given_up
+            if self._is_in_vain(before, now_ns):
+                given_up += (before.prompt,)
+            if not self._has_failed(before):
+                since_ns = before.since_ns
+                own_ns = before.own_ns
         best: _Wait | None = None
-        own_s = chosen.terms.first_token_s * (1 + FIT_SPREAD)
         most_saved_s = 0.0
         for prompt, blocks in self._computing.shared(hashes):
             there = self._computing.there(prompt)
             if there >= blocks or prompt in given_up:
                 continue
             own_part_s = _own_s(chosen, len(request.prompt), blocks) * (1 + FIT_SPREAD)
-            saved_s = own_part_s - prompt.left_s(blocks, there, now_ns)
-            if saved_s > most_saved_s:
-                most_saved_s = saved_s
-                is_same = before is not None and before.prompt is prompt
+            left_s = prompt.left_s(blocks, there, now_ns)
+            is_same = before is not None and before.prompt is prompt
+            most_waits = _MOST_WAITS if is_same or prompt.pulls else 1.0
+            in_time = now_ns + left_s * 1e9 <= since_ns + most_waits * own_ns
+            if in_time and own_part_s - left_s > most_saved_s:
+                most_saved_s = own_part_s - left_s
                 best = _Wait(
                     prompt=prompt,
                     blocks=blocks,
                     there=there,
-                    until_ns=now_ns + round(own_s * 1e9),
-                    last_ns=before.last_ns
-                    if before is not None and is_same
-                    else now_ns + round(_MOST_WAITS * own_s * 1e9),
+                    since_ns=since_ns,
+                    own_ns=own_ns,
+                    until_ns=now_ns + now_own_ns,
                     given_up=given_up,
                 )
         if best is None:
@@ -241,7 +251,14 @@ class SiblingWaits:
         """Return whether time is up for a prompt that makes no progress, or not enough."""
         if wait.prompt not in self._computing or now_ns < wait.until_ns:
             return False
-        return now_ns >= wait.last_ns or self._computing.there(wait.prompt) <= wait.there
+        if now_ns >= wait.since_ns + _MOST_WAITS * wait.own_ns:
+            return True
+        return self._computing.there(wait.prompt) <= wait.there
+
+    def _has_failed(self, wait: _Wait) -> bool:
+        """Return whether a prompt has ended, or begun anew, without the awaited blocks."""
+        gone = wait.prompt not in self._computing
+        return gone and self._computing.there(wait.prompt) < wait.blocks
 
     def due(self, now_ns: int) -> list[str]:
         """Return the requests that are to be asked again."""

@@ -16,7 +16,11 @@ from baton.types.geometry import context_tokens
 from router.request import GenerationRequest
 from router.routing.placement.block_table import Hashes, packed
 from router.routing.placement.booked_load import Booking, LoadBook
-from router.routing.placement.computing_prompts import ComputingPrompts, is_soon_there
+from router.routing.placement.computing_prompts import (
+    LEAST_S,
+    ComputingPrompts,
+    is_soon_there,
+)
 from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import (
     PAIRED_OF_A_ROLE,
@@ -29,7 +33,13 @@ from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.prefix_sources import Source
 from router.routing.placement.pricing import Asked
 from router.routing.placement.prompt_hashes import HashSeedCache, prompt_hashes
-from router.routing.placement.shortlist import Described, PromptToPlace, Shortlist
+from router.routing.placement.resident_sessions import ResidentSessions
+from router.routing.placement.shortlist import (
+    Described,
+    PricedPlacements,
+    PromptToPlace,
+    Shortlist,
+)
 from router.routing.placement.worker_columns import Workers
 from router.routing.placement.worker_load import NO_TIERS, LoadReader, Rates, Reports, loads_of
 from router.routing.workers.slot import WorkerSlot
@@ -48,12 +58,14 @@ class Placement:
         prefix: Sources that the computing worker pulls leading blocks from, in order.
         candidates: Cheapest candidates, for ``GET /fleet/requests/{id}``.
         placed_ns: Time of the decision and the booking, on the monotonic clock.
+        spread: Whether a worker with fewer recent sessions was preferred to a cheaper one.
     """
 
     chosen: Candidate
     candidates: Sequence[Candidate]
     placed_ns: int
     prefix: Sequence[Source] = ()
+    spread: bool = False
 
     @property
     def decode_id(self) -> str:
@@ -67,10 +79,14 @@ class Placement:
 
 
 class Quote(NamedTuple):
-    """A placement that is not booked yet, and the packed hashes of the prompt's full blocks."""
+    """A placement that is not booked yet, and the packed hashes of the prompt's full blocks.
+
+    ``tip`` is that of the session that the prompt continues; empty if it begins one.
+    """
 
     placement: Placement
     hashes: bytes
+    tip: bytes = b""
 
 
 class Placer:
@@ -95,6 +111,7 @@ class Placer:
         self._prefix_index = prefix_index
         self.book = LoadBook()
         self.computing = ComputingPrompts(prefix_index)
+        self._sessions = ResidentSessions()
         self._seeds = HashSeedCache()
         self._news = workers.news()
         self._reports = Reports()
@@ -190,8 +207,12 @@ class Placer:
         self._book_quote(request, quote)
         return quote.placement
 
-    def quote(self, request: GenerationRequest, avoid: bytes = b"") -> Quote:
+    def quote(
+        self, request: GenerationRequest, avoid: bytes = b"", *, may_spread: bool = True
+    ) -> Quote:
         """Choose workers as `place` does, but book nothing.
+
+        Without ``may_spread``, the number of sessions at a worker does not count.
 
         Raises:
             UnavailableError: No ready worker can serve the request in its mode.
@@ -209,20 +230,23 @@ class Placer:
         if held and request.pinned is None and self._settings.pull_prefixes:
             # Blocks that a worker is only expected to store soon cannot be pulled.
             sources = self._shortlist.sources(self._prefix_index.prefixes(reusable))
-        if reusable and self.computing:
-            self.computing.add_held(reusable, held)
+        if reusable and self.computing and self.computing.add_held(reusable, held):
+            may_spread = False
         prompt = PromptToPlace(request, reusable, held, sources, avoid)
-        choice = self._cheapest_of_all(prompt, rates, now_ns)
+        tip = self._sessions.tip(hashes, prompt.cached_blocks)
+        choice = self._cheapest_of_all(prompt, rates, now_ns, may_spread=may_spread and not tip)
         if choice is None:
             choice = self._cheapest_of_few(prompt, rates, now_ns)
         chosen, compared = choice
+        is_cheapest = chosen.terms.total_s < compared[0].terms.total_s + self._settings.tie_s
         placement = Placement(
             chosen=chosen,
             candidates=compared,
             placed_ns=now_ns,
             prefix=chosen.links,
+            spread=not is_cheapest,
         )
-        return Quote(placement, hashes)
+        return Quote(placement, hashes, tip)
 
     def _on_one_engine(self, request: GenerationRequest) -> GenerationRequest:
         """Return the request with the mode that an external engine can serve it in.
@@ -239,10 +263,16 @@ class Placer:
         chosen = placement.chosen
         self._book_load(request, chosen, placement.placed_ns)
         at_ns = placement.placed_ns
-        if request.probe or self.computing.begin(request.request_id, quote.hashes, chosen, at_ns):
+        if request.probe:
             return
-        self._prefix_index.expect(chosen.computes.incarnation, quote.hashes, at_ns)
-        if chosen.prefill is not None and is_soon_there(chosen.decode, len(request.prompt)):
+        computes = chosen.computes
+        length = len(request.prompt)
+        if computes.prompt_s(length, context_tokens(0, length)) >= LEAST_S:
+            self._sessions.note(quote.hashes, quote.tip, computes.worker_id, at_ns)
+        if self.computing.begin(request.request_id, quote.hashes, chosen, at_ns):
+            return
+        self._prefix_index.expect(computes.incarnation, quote.hashes, at_ns)
+        if chosen.prefill is not None and is_soon_there(chosen.decode, length):
             self._prefix_index.expect(chosen.decode.incarnation, quote.hashes, at_ns)
 
     def computed(self, request_id: str) -> None:
@@ -259,7 +289,7 @@ class Placer:
         self.computing.end(request_id)
 
     def _cheapest_of_all(
-        self, prompt: PromptToPlace, rates: Rates, now_ns: int
+        self, prompt: PromptToPlace, rates: Rates, now_ns: int, *, may_spread: bool
     ) -> tuple[Candidate, Sequence[Candidate]] | None:
         """Return the choice and the candidates; None if not all workers can be priced at once."""
         request = prompt.request
@@ -280,8 +310,31 @@ class Placer:
             raise _unmet(request)
         waits = {role: self._crowding.wait_per_s(role) for role in ("prefill", "decode")}
         compared = Described(placed, asked, rates, waits)
-        ties = bisect_left(placed.costs_s, placed.costs_s[0] + self._settings.tie_s)
-        return compared[self._random.choice(range(ties))], compared
+        ties: Sequence[int] = range(
+            bisect_left(placed.costs_s, placed.costs_s[0] + self._settings.tie_s)
+        )
+        if may_spread and prompt.cached_blocks:
+            ties = self._with_few_sessions(placed, compared[0], prompt.cached_blocks) or ties
+        return compared[self._random.choice(ties)], compared
+
+    def _with_few_sessions(
+        self, placed: PricedPlacements, cheapest: Candidate, cached_blocks: int
+    ) -> list[int]:
+        """Return the best placements of a session's first turn, if later turns count as well.
+
+        Without a long common prefix the list is empty: nothing draws sessions to one worker.
+        """
+        tokens = cached_blocks * cheapest.computes.block_tokens
+        if cheapest.computes.prompt_s(tokens, context_tokens(0, tokens)) < LEAST_S:
+            return []
+        workers = [placement.computes.slot.worker_id for placement in placed]
+        delays = self._sessions.expected_delays(workers)
+        turn_s = cheapest.terms.compute_s
+        costs_s = [
+            cost_s + turn_s * delay for cost_s, delay in zip(placed.costs_s, delays, strict=True)
+        ]
+        limit_s = min(costs_s) + self._settings.tie_s
+        return [index for index, cost_s in enumerate(costs_s) if cost_s < limit_s]
 
     def _cheapest_of_few(
         self, prompt: PromptToPlace, rates: Rates, now_ns: int

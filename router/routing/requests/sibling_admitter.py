@@ -56,13 +56,14 @@ class SiblingAdmitter:
             self._resume(active, entry, None)
             return
         try:
-            quote = self._placer.quote(active.request)
+            may_spread = active.id not in self._waiting
+            quote = self._placer.quote(active.request, may_spread=may_spread)
         except Exception:  # noqa: BLE001 - placed without a quote, it fails again and is ended
             self._resume(active, entry, None)
             return
         now_ns = monotonic_ns()
-        chosen = quote.placement.chosen
-        awaited = self._waits.ask(active.request, chosen, quote.hashes, now_ns)
+        cheapest = quote.placement.candidates[0]
+        awaited = self._waits.ask(active.request, cheapest, quote.hashes, now_ns)
         if awaited is None:
             self._resume(active, entry, quote)
             return
