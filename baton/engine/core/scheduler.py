@@ -270,7 +270,7 @@ class Scheduler:
         while queue.items:
             if len(batch.running) + batch.reservations.granted >= self.config.max_batch_requests:
                 return None
-            item = queue.first_ready()
+            item = queue.first_ready(batch.awaits_prompt)
             if item is None or not (sequences or isinstance(item, Reservation)):
                 return None
             taken = (
