@@ -1,4 +1,4 @@
-"""Forks of agents beside other traffic: how often one prefix is computed, and what others wait.
+"""Forks of agents beside other traffic, and sessions that pause.
 
 A fork is a session that starts many others at once: they share a long prompt, and each adds a
 message of its own. Short requests of others arrive before, during and after it.
@@ -126,12 +126,26 @@ def fork_figures(load: Fork, alone: CallRecord, records: Sequence[CallRecord]) -
     )
 
 
-def decisions(url: str) -> list[str]:
-    """Return a line for each of the latest requests: workers, cached tokens, timeline."""
-    lines = []
-    listed = httpx.get(f"{url}/fleet/requests?limit=200", timeout=10, trust_env=False).json()
-    rows = listed["requests"] if isinstance(listed, dict) else listed
-    for row in rows:
-        told = httpx.get(f"{url}/fleet/requests/{row['id']}", timeout=10, trust_env=False).json()
-        lines.append(str({**row, "chosen": told.get("chosen"), "timeline": told.get("timeline")}))
-    return lines
+class PacedFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of sessions with pauses; ``max_to_mean`` is of the requests of each worker."""
+
+    requests: dict[str, int]
+    max_to_mean: float
+    cached: float
+    ttft_s: Distribution | None
+
+
+def paced_figures(url: str, workers: int, records: Sequence[CallRecord]) -> PacedFigures:
+    """Return the figures of the fleet's latest requests, which these records are of."""
+    requests: Counter[str] = Counter()
+    for record in records:
+        report = f"{url}/fleet/requests/{record.request_id}"
+        told = httpx.get(report, timeout=10, trust_env=False).json()
+        requests[told["route"]["prefill"] or told["route"]["decode"]] += 1
+    return PacedFigures(
+        requests=dict(sorted(requests.items())),
+        max_to_mean=max(requests.values()) * workers / sum(requests.values()),
+        cached=sum(record.cached_tokens or 0 for record in records)
+        / sum(record.prompt_tokens or 0 for record in records),
+        ttft_s=Distribution.of(s for s in map(ttft_s, records) if s is not None),
+    )

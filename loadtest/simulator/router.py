@@ -33,15 +33,14 @@ from router.routing.admission.fair_queue import Waiting
 from router.routing.admission.slo_gate import GateRequest, SloDecision, SloGate
 from router.routing.peers.work_counter import WorkCounter
 from router.routing.placement.booked_load import Booking
-from router.routing.placement.computing_prompts import SiblingWaits
 from router.routing.placement.placer import Placer, Quote
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import LoadReader
 from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
+from router.routing.requests.sibling_admitter import SiblingAdmitter, SiblingShell
 from router.routing.requests.tickets import Tickets
 from router.routing.workers.slot import WorkerSlot
 
-_LOOK_NS = 20_000_000  # between two looks for prefixes that requests wait for
 _LATE_NS = 100_000_000  # between two questions for the lane of late requests
 _REGRET_PERIOD = 16  # requests: reading all queues is slow
 _RETURN_S = 1.0  # after ``Retry-After``, within which a client comes again
@@ -79,9 +78,14 @@ class SimulatedRouter(WorkerListener):
             hashes_of=self._hashes_of,
         )
         self._book = self._placer.book
-        self._waits = SiblingWaits(self._placer.computing, settings.max_queued_requests)
-        self._waiting: dict[str, Waiting] = {}
-        self._looks = False
+        shell = SiblingShell(
+            admit=self._judge_or_admit,
+            begins=lambda *_: None,
+            clock_ns=lambda: clock.now_ns,
+            later=lambda s, look: clock.after(round(s * 1e9), look),
+        )
+        limit = settings.max_queued_requests
+        self._siblings = SiblingAdmitter(self._placer, self._admission, limit, shell)
         policy = POLICIES.get(setup.policy)
         self._policy = policy and PolicyPlacement(policy, index, self._book, draw)
         self._attempt_of = partial(
@@ -139,48 +143,15 @@ class SimulatedRouter(WorkerListener):
     def _pump(self) -> None:
         window = len(self._table.usable) * self._settings.window_requests
         while (entry := self._admission.pop(window)) is not None:
-            self._wait_or_admit(self.records[entry.request_id], entry)
+            record = self.records[entry.request_id]
+            self._siblings.admit(record, record.request, entry)
 
-    def _wait_or_admit(self, record: Record, entry: Waiting) -> None:
-        """Admit a request, unless its prefix is being computed and it is to wait for that."""
-        quote = None
-        if self._policy is None and self._placer.computing:
-            quote = self._quote(record, may_spread=record.id not in self._waiting)
-            if quote is None:
-                return
-            cheapest = quote.placement.candidates[0]
-            now_ns = self._clock.now_ns
-            if self._waits.ask(record.request, cheapest, quote.hashes, now_ns) is not None:
-                self._look_soon()
-                if record.id not in self._waiting:
-                    self._waiting[record.id] = entry
-                    self._admission.withdraw(entry)
-                return
-        if self._leave(record.id):
-            self._admission.resume(entry)
+    def _judge_or_admit(self, record: Record, entry: Waiting, quote: Quote | None) -> None:
         slo = record.request.slo
         if slo is not None and self._policy is None:
             self._judge(record, entry, slo)
         else:
             self._admit(record, entry, quote)
-
-    def _leave(self, record_id: str) -> bool:
-        """Forget a request that is admitted or has ended; return whether it waited."""
-        self._waits.leave(record_id)
-        return self._waiting.pop(record_id, None) is not None
-
-    def _look_soon(self) -> None:
-        if not self._looks:
-            self._looks = True
-            self._clock.after(_LOOK_NS, self._look)
-
-    def _look(self) -> None:
-        self._looks = False
-        for record_id in self._waits.due(self._clock.now_ns):
-            if record_id in self._waiting:  # the end of another one may have placed it
-                self._wait_or_admit(self.records[record_id], self._waiting[record_id])
-        if self._waiting:
-            self._look_soon()
 
     def _admit(self, record: Record, entry: Waiting, quote: Quote | None = None) -> None:
         record.admitted = True
@@ -221,9 +192,9 @@ class SimulatedRouter(WorkerListener):
     def _computing(self) -> int:
         return len(self._table.of_role("prefill")) or len(self._table.usable)
 
-    def _quote(self, record: Record, *, may_spread: bool = True) -> Quote | None:
+    def _quote(self, record: Record) -> Quote | None:
         try:
-            return self._placer.quote(record.request, may_spread=may_spread)
+            return self._placer.quote(record.request)
         except UnavailableError as error:
             self._end(record, error.code)
             return None
@@ -339,7 +310,7 @@ class SimulatedRouter(WorkerListener):
         self.ended += 1
         record.wants_prefill = False
         self._attempts.pop(record.id, None)
-        self._leave(record.id)
+        self._siblings.leave(record.id)
         self._placer.release(record.id, now_ns)
         self.work.ended(record.id, served=not error)
         if record.admitted:
@@ -471,10 +442,9 @@ class SimulatedRouter(WorkerListener):
         self._book.take_back(record.prefill_id, record.id)
         record.prefill_id = best.worker_id
         tokens = record.prompt_tokens
-        context = context_tokens(0, tokens)
         now_ns = self._clock.now_ns
         self._placer.computing.move(record.id, best, now_ns)
-        booking = Booking(tokens=tokens, context=context, streams=0, at_ns=now_ns)
+        booking = Booking(tokens=tokens, context=context_tokens(0, tokens), streams=0, at_ns=now_ns)
         self._book.book(best.worker_id, record.id, booking)
         worker = self._table.worker(best.worker_id)
         self._clock.after(CONTROL_NS, partial(attempt.replace_prefill, worker))

@@ -25,10 +25,11 @@ LEAST_S = 0.1
 FIT_SPREAD = 0.1
 _MAX_PROMPTS = 1024
 _MAX_BLOCKS = 262_144
+_REPORTED_NS = 500_000_000  # a report comes every 250 ms, and shows the end of a step
 _MOST_WAITS = 2.0  # longest wait ÷ predicted time of computing, for a prompt with progress
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class ComputingPrompt:
     """A placed prompt that has no first token yet.
 
@@ -38,6 +39,7 @@ class ComputingPrompt:
         begin_blocks: Leading blocks that are not computed: cached, pulled or restored.
         starts_ns: Expected start of the computation.
         pulls: Whether its worker pulls leading blocks first.
+        computed_ns: Time of the first token; 0 before.
     """
 
     request_id: str
@@ -47,6 +49,7 @@ class ComputingPrompt:
     begin_blocks: int
     starts_ns: int
     pulls: bool
+    computed_ns: int = 0
 
     def left_s(self, blocks: int, there_blocks: int, now_ns: int) -> float:
         """Return the expected time until ``blocks`` are there, of which ``there_blocks`` are."""
@@ -187,12 +190,6 @@ class SiblingWaits:
         self._limit = limit
         self._waits: dict[str, _Wait] = {}
 
-    def __len__(self) -> int:
-        return len(self._waits)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._waits
-
     def leave(self, request_id: str) -> bool:
         """Forget a request that is placed or has ended; return whether it waited."""
         return self._waits.pop(request_id, None) is not None
@@ -209,6 +206,8 @@ class SiblingWaits:
             return None
         if before is None and len(self._waits) >= self._limit:
             return None
+        if before is not None and self._may_be_there(before, request, chosen, now_ns):
+            return _awaited(before, request, chosen)
         given_up: tuple[ComputingPrompt, ...] = ()
         own_ns = now_own_ns = round(chosen.terms.first_token_s * (1 + FIT_SPREAD) * 1e9)
         since_ns = now_ns
@@ -244,8 +243,19 @@ class SiblingWaits:
         if best is None:
             return None
         self._waits[request.request_id] = best
-        held = best.blocks * chosen.computes.block_tokens
-        return AwaitedPrefix(best.prompt.request_id, max(len(request.prompt) - held, 1))
+        return _awaited(best, request, chosen)
+
+    def _may_be_there(
+        self, wait: _Wait, request: GenerationRequest, chosen: Candidate, now_ns: int
+    ) -> bool:
+        """Return whether blocks were just computed that the cheapest placement computes again.
+
+        The last report of their worker still shows the prompt in its queue.
+        """
+        computed_ns = wait.prompt.computed_ns
+        if not computed_ns or now_ns - computed_ns >= _REPORTED_NS or chosen.links:
+            return False
+        return _own_s(chosen, len(request.prompt), wait.blocks) > 0
 
     def _is_in_vain(self, wait: _Wait, now_ns: int) -> bool:
         """Return whether time is up for a prompt that makes no progress, or not enough."""
@@ -257,7 +267,7 @@ class SiblingWaits:
 
     def _has_failed(self, wait: _Wait) -> bool:
         """Return whether a prompt has ended, or begun anew, without the awaited blocks."""
-        gone = wait.prompt not in self._computing
+        gone = wait.prompt not in self._computing and not wait.prompt.computed_ns
         return gone and self._computing.there(wait.prompt) < wait.blocks
 
     def due(self, now_ns: int) -> list[str]:
@@ -275,12 +285,22 @@ class SiblingWaits:
         return due
 
 
+def _awaited(wait: _Wait, request: GenerationRequest, chosen: Candidate) -> AwaitedPrefix:
+    held = wait.blocks * chosen.computes.block_tokens
+    return AwaitedPrefix(wait.prompt.request_id, max(len(request.prompt) - held, 1))
+
+
 def _own_s(chosen: Candidate, prompt_tokens: int, blocks: int) -> float:
-    """Return the time that a placement takes for shared blocks; 0 if it is not worth a wait."""
+    """Return the time that a placement takes for shared blocks; 0 if it is not worth a wait.
+
+    Pulls of the same blocks at once share a link, so one that is not the first counts in full.
+    """
     worker = chosen.computes
     held = min(blocks * worker.block_tokens, prompt_tokens - 1)
     rest_s = PREFILL_OVERHEAD_S + worker.prompt_s(
         prompt_tokens - held, context_tokens(held, prompt_tokens)
     )
+    if chosen.links and chosen.links[-1].blocks <= blocks:
+        return chosen.terms.first_token_s
     own_s = chosen.terms.pull_s + chosen.terms.compute_s - rest_s
-    return own_s if own_s >= LEAST_S or chosen.links else 0.0
+    return own_s if own_s >= LEAST_S else 0.0

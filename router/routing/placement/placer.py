@@ -280,8 +280,8 @@ class Placer:
         self.book.computed(request_id)
         prompt = self.computing.end(request_id)
         if prompt is not None:
-            holder = prompt.worker.incarnation
-            self._prefix_index.expect(holder, prompt.hashes, self._clock_ns())
+            prompt.computed_ns = now_ns = self._clock_ns()
+            self._prefix_index.expect(prompt.worker.incarnation, prompt.hashes, now_ns)
 
     def release(self, request_id: str, now_ns: int | None = None) -> None:
         """End a placement; ``now_ns`` is set if the request ran to its end."""

@@ -1,44 +1,59 @@
-"""Lets requests wait whose prefix is being computed for another one, and places them then."""
+"""Lets requests wait whose prefix is being computed for another one, and admits them then.
 
-import asyncio
+It has no clock and no event loop of its own, so that the simulator runs it as well.
+"""
+
 from collections.abc import Callable
-from time import monotonic_ns
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
+from router.request import GenerationRequest
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
-from router.routing.peers.work_counter import WorkCounter
-from router.routing.placement.computing_prompts import SiblingWaits
+from router.routing.placement.computing_prompts import AwaitedPrefix, SiblingWaits
 from router.routing.placement.placer import Placer, Quote
-from router.routing.requests.active_request import ActiveRequest
-from router.settings import LaneSettings
 
 _LOOK_S = 0.02  # between two looks at the prefix index
 
-Admit = Callable[[ActiveRequest, Waiting, Quote | None], None]
+
+T = TypeVar("T")
 
 
-class SiblingAdmitter:
-    """Shell of a router's ``SiblingWaits``.
+@dataclass(frozen=True, kw_only=True)
+class SiblingShell(Generic[T]):
+    """What a ``SiblingAdmitter`` does to the rest of its router.
 
-    Args:
-        admit: Places a request or asks the gate; without a quote, placement chooses anew.
+    Attributes:
+        admit: Places a request; without a quote, placement chooses anew.
+        begins: Called when a request begins to wait.
+        clock_ns: Returns the time.
+        later: Calls a function after some seconds.
     """
 
+    admit: Callable[[T, Waiting, Quote | None], None]
+    begins: Callable[[T, AwaitedPrefix], None]
+    clock_ns: Callable[[], int]
+    later: Callable[[float, Callable[[], None]], object]
+
+
+class _Waiter(NamedTuple, Generic[T]):
+    sibling: T
+    request: GenerationRequest
+    entry: Waiting
+
+
+class SiblingAdmitter(Generic[T]):
+    """Requests that wait for a prefix, at most ``limit``; they hold no place of the window."""
+
     def __init__(
-        self,
-        settings: LaneSettings,
-        placer: Placer,
-        admission: Admission,
-        work: WorkCounter,
-        admit: Admit,
+        self, placer: Placer, admission: Admission, limit: int, shell: SiblingShell[T]
     ) -> None:
         self._placer = placer
         self._admission = admission
-        self._work = work
-        self._admit = admit
-        self._waits = SiblingWaits(placer.computing, settings.max_queued_requests)
-        self._waiting: dict[str, tuple[ActiveRequest, Waiting]] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._shell = shell
+        self._waits = SiblingWaits(placer.computing, limit)
+        self._waiting: dict[str, _Waiter[T]] = {}
+        self._looks = False
 
     @property
     def waiting(self) -> int:
@@ -50,48 +65,39 @@ class SiblingAdmitter:
         self._waits.leave(request_id)
         return self._waiting.pop(request_id, None) is not None
 
-    def admit(self, active: ActiveRequest, entry: Waiting) -> None:
+    def admit(self, sibling: T, request: GenerationRequest, entry: Waiting) -> None:
         """Admit a request that the queue has given its turn, or let it wait."""
-        if not self._placer.computing:
-            self._resume(active, entry, None)
-            return
-        try:
-            may_spread = active.id not in self._waiting
-            quote = self._placer.quote(active.request, may_spread=may_spread)
-        except Exception:  # noqa: BLE001 - placed without a quote, it fails again and is ended
-            self._resume(active, entry, None)
-            return
-        now_ns = monotonic_ns()
-        cheapest = quote.placement.candidates[0]
-        awaited = self._waits.ask(active.request, cheapest, quote.hashes, now_ns)
-        if awaited is None:
-            self._resume(active, entry, quote)
-            return
-        if active.id not in self._waiting:
-            self._waiting[active.id] = (active, entry)
-            self._admission.withdraw(entry)
-            active.admitted = False
-            self._work.placed(active.id, awaited.rest_tokens)
-            active.record.note(f"waits for the prefix of {awaited.request_id}", now_ns)
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
-
-    def _resume(self, active: ActiveRequest, entry: Waiting, quote: Quote | None) -> None:
-        if self.leave(active.id):
+        waits = request.request_id in self._waiting
+        quote: Quote | None = None
+        if waits or self._placer.computing:
+            try:
+                quote = self._placer.quote(request, may_spread=not waits)
+            except Exception:  # noqa: BLE001 - placed without a quote, it fails again and is ended
+                quote = None
+        if quote is not None and self._placer.computing:
+            cheapest = quote.placement.candidates[0]
+            now_ns = self._shell.clock_ns()
+            awaited = self._waits.ask(request, cheapest, quote.hashes, now_ns)
+            if awaited is not None:
+                if not waits:
+                    self._waiting[request.request_id] = _Waiter(sibling, request, entry)
+                    self._admission.withdraw(entry)
+                    self._shell.begins(sibling, awaited)
+                self._look_later()
+                return
+        if self.leave(request.request_id):
             self._admission.resume(entry)
-            active.admitted = True
-        self._admit(active, entry, quote)
+        self._shell.admit(sibling, entry, quote)
+
+    def _look_later(self) -> None:
+        if not self._looks:
+            self._looks = True
+            self._shell.later(_LOOK_S, self._look)
 
     def _look(self) -> None:
-        self._timer = None
-        for request_id in self._waits.due(monotonic_ns()):
-            if request_id in self._waiting:  # the end of another one may have placed it
-                self.admit(*self._waiting[request_id])
-        if self._waiting and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
-
-    def close(self) -> None:
-        """Stop looking."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._looks = False
+        for request_id in self._waits.due(self._shell.clock_ns()):
+            if waiter := self._waiting.get(request_id):  # the end of another may have placed it
+                self.admit(*waiter)
+        if self._waiting:
+            self._look_later()

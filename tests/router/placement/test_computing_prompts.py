@@ -100,8 +100,26 @@ def test_it_is_asked_again_when_the_prompt_is_computed_or_has_ended(fleet):
     assert fleet.ask(at_s=0.1) is None and not fleet.computing
 
 
+def test_for_half_a_second_a_report_may_still_show_the_prompt_in_the_queue(fleet):
+    """Its worker then looks busy, and an idle one would compute the prefix again."""
+    fleet.ask()
+    fleet.computing.end("first").computed_ns = 8 * SECOND
+    assert fleet.due(8.0) == ["s"]
+    assert fleet.ask(at_s=8.1) is not None
+    assert fleet.ask(at_s=8.1, chosen=placed("a", cached=SHARED)) is None
+    fleet.ask(at_s=8.1)
+    assert fleet.ask(at_s=8.6) is None
+
+
+def test_a_wait_is_not_followed_by_another_that_is_as_long(fleet):
+    fleet.ask()
+    fleet.computing.end("first").computed_ns = 8 * SECOND
+    fleet.computing.begin("second", PROMPT, placed("c"), 8 * SECOND)
+    assert fleet.ask(at_s=8.6) is None
+
+
 def test_nobody_waits_for_a_prompt_that_begins_otherwise(fleet):
-    assert fleet.ask(hashes=STRANGER) is None and len(fleet.waits) == 0
+    assert fleet.ask(hashes=STRANGER) is None and not fleet.waits.leave("s")
 
 
 @pytest.mark.parametrize(
