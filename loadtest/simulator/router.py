@@ -37,6 +37,7 @@ from router.routing.placement.placer import Placer, Quote
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import LoadReader
 from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
+from router.routing.requests.sibling_admitter import SiblingAdmitter, SiblingShell
 from router.routing.requests.tickets import Tickets
 from router.routing.workers.slot import WorkerSlot
 
@@ -77,6 +78,14 @@ class SimulatedRouter(WorkerListener):
             hashes_of=self._hashes_of,
         )
         self._book = self._placer.book
+        shell = SiblingShell(
+            admit=self._judge_or_admit,
+            begins=lambda *_: None,
+            clock_ns=lambda: clock.now_ns,
+            later=lambda s, look: clock.after(round(s * 1e9), look),
+        )
+        limit = settings.max_queued_requests
+        self._siblings = SiblingAdmitter(self._placer, self._admission, limit, shell)
         policy = POLICIES.get(setup.policy)
         self._policy = policy and PolicyPlacement(policy, index, self._book, draw)
         self._attempt_of = partial(
@@ -135,11 +144,14 @@ class SimulatedRouter(WorkerListener):
         window = len(self._table.usable) * self._settings.window_requests
         while (entry := self._admission.pop(window)) is not None:
             record = self.records[entry.request_id]
-            slo = record.request.slo
-            if slo is not None and self._policy is None:
-                self._judge(record, entry, slo)
-            else:
-                self._admit(record, entry)
+            self._siblings.admit(record, record.request, entry)
+
+    def _judge_or_admit(self, record: Record, entry: Waiting, quote: Quote | None) -> None:
+        slo = record.request.slo
+        if slo is not None and self._policy is None:
+            self._judge(record, entry, slo)
+        else:
+            self._admit(record, entry, quote)
 
     def _admit(self, record: Record, entry: Waiting, quote: Quote | None = None) -> None:
         record.admitted = True
@@ -278,7 +290,7 @@ class SimulatedRouter(WorkerListener):
         """Record tokens of a response."""
         if record.computed_attempt != record.attempt:
             record.computed_attempt = record.attempt
-            self._book.computed(record.id, first_ns)
+            self._placer.computed(record.id, first_ns)
         if not record.tokens and record.predicted_first_s:
             first_s = (first_ns - record.placed_ns) / 1e9
             self._gate.learn_wait(record.predicted_first_s, first_s, record.prompt_tokens)
@@ -298,7 +310,8 @@ class SimulatedRouter(WorkerListener):
         self.ended += 1
         record.wants_prefill = False
         self._attempts.pop(record.id, None)
-        self._book.release(record.id, now_ns)
+        self._siblings.leave(record.id)
+        self._placer.release(record.id, now_ns)
         self.work.ended(record.id, served=not error)
         if record.admitted:
             record.admitted = False
@@ -387,7 +400,7 @@ class SimulatedRouter(WorkerListener):
             self._end(record, error.code)
             return
         self._attempts.pop(record.id, None)
-        self._book.release(record.id)
+        self._placer.release(record.id)
         record.started_ns = 0
         self._place(record, worker.incarnation)
 
@@ -406,6 +419,7 @@ class SimulatedRouter(WorkerListener):
                 self._replace_prefill(record)
             case "local":
                 self._book.take_back(record.prefill_id, record.id)
+                self._placer.computing.end(record.id)
                 self._clock.after(CONTROL_NS, attempt.compute_locally)
             case "wait":
                 record.wants_prefill = True
@@ -421,15 +435,16 @@ class SimulatedRouter(WorkerListener):
         if not fit or attempt is None:
             record.wants_prefill = attempt is not None
             return
-        best = min(fit, key=lambda slot: LoadReader(self._book).of(slot, 0).queued_tokens)
+        reader = LoadReader(self._book)
+        best = min((reader.of(slot, 0) for slot in fit), key=lambda load: load.queued_tokens)
         record.wants_prefill = False
         record.started_ns = 0
         self._book.take_back(record.prefill_id, record.id)
         record.prefill_id = best.worker_id
         tokens = record.prompt_tokens
-        context = context_tokens(0, tokens)
         now_ns = self._clock.now_ns
-        booking = Booking(tokens=tokens, context=context, streams=0, at_ns=now_ns)
+        self._placer.computing.move(record.id, best, now_ns)
+        booking = Booking(tokens=tokens, context=context_tokens(0, tokens), streams=0, at_ns=now_ns)
         self._book.book(best.worker_id, record.id, booking)
         worker = self._table.worker(best.worker_id)
         self._clock.after(CONTROL_NS, partial(attempt.replace_prefill, worker))

@@ -19,6 +19,8 @@ from baton.types import events as ev
 from baton.types.errors import UnavailableError
 from baton.types.geometry import context_tokens
 
+_LEAST_SHARED_BLOCKS = 8  # fewer are computed again: a wait takes at least a step
+
 
 class BatchLoad(NamedTuple):
     """Numbers of requests, and of prompt tokens to compute with their context.
@@ -180,6 +182,23 @@ class BatchState:
         count = len(sequence.tokens) - 1
         return self.pool.match(sequence.full_hashes(count, self.pool.block_tokens))
 
+    def awaits_prompt(self, sequence: TokenSequence) -> bool:
+        """Return whether a running prompt computes the next blocks that a sequence lacks."""
+        if not sequence.request.spec.cacheable or sequence.prompt_outputs is not None:
+            return False
+        size = self.pool.block_tokens
+        hashes = sequence.full_hashes(len(sequence.tokens) - 1, size)
+        prompts = [running for running in self.running if not running.decodes]
+        if not prompts or len(hashes) < _LEAST_SHARED_BLOCKS:
+            return False
+        last = len(self.pool.match(hashes)) + _LEAST_SHARED_BLOCKS - 1
+        # Equal blocks have equal blocks before them.
+        return last < len(hashes) and any(
+            running.request.spec.cacheable
+            and running.full_hashes(len(running.tokens), size)[last : last + 1] == [hashes[last]]
+            for running in prompts
+        )
+
     def fork(self, source: TokenSequence, choice: int, token: int) -> TokenSequence:
         """Start a choice that shares all blocks of ``source`` until it writes."""
         branch = self.new_sequence(source.request, choice, [*source.tokens, token])
@@ -210,7 +229,7 @@ class BatchState:
         if len(blocks) * self.pool.block_tokens != tokens:
             count = self.pool.blocks_for(tokens)
             raise UnavailableError(f"only {len(blocks)} of {count} blocks are cached here")
-        if self.pins_too_much(request, len(blocks)):
+        if self.pins_too_much(request, 0, blocks):
             raise UnavailableError("half of this worker's blocks are held for other workers")
         self.pool.pin(blocks)
         sequence.blocks = blocks
@@ -219,12 +238,16 @@ class BatchState:
         self.held[request.request_id] = sequence
         return sequence
 
-    def pins_too_much(self, request: EngineRequest, need: int) -> bool:
-        """Return whether held prompts would pin more than half of the pool."""
+    def pins_too_much(self, request: EngineRequest, need: int, blocks: Sequence[int] = ()) -> bool:
+        """Return whether held prompts would pin more than half of the pool.
+
+        ``need`` further blocks, and those of the cached ``blocks`` that no held prompt has, would
+        be pinned.
+        """
         if request.kind not in (Kind.PREFILL, Kind.HELD) or not self.held:
             return False
-        pinned = sum(len(sequence.blocks) for sequence in self.held.values())
-        return pinned + need > self.pool.total // 2
+        pinned = set(blocks).union(*(sequence.blocks for sequence in self.held.values()))
+        return len(pinned) + need > self.pool.total // 2
 
     def remove(self, sequence: TokenSequence) -> None:
         """End a sequence in any state."""

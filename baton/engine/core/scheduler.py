@@ -220,6 +220,7 @@ class Scheduler:
         while budget > 0 and (admitted := self._admit(now_ns)) is not None:
             rows.append(prompt_row(admitted, budget, block_tokens))
             budget -= rows[-1].cost_tokens
+        self._admit(now_ns, sequences=False)  # reservations take no part of the budget
         written = pool.take_written() if rows else ()
         return StepPlan(tuple(rows), tuple(copies), written)
 
@@ -262,13 +263,15 @@ class Scheduler:
             self._end_if_done(request)
         self.batch.spare.take_back()
 
-    def _admit(self, now_ns: int) -> TokenSequence | None:
+    def _admit(self, now_ns: int, *, sequences: bool = True) -> TokenSequence | None:
+        """Grant reservations up to the next sequence, and admit that if ``sequences``."""
         batch = self.batch
         queue = batch.queue
         while queue.items:
             if len(batch.running) + batch.reservations.granted >= self.config.max_batch_requests:
                 return None
-            if (item := queue.first_ready()) is None:
+            item = queue.first_ready(batch.awaits_prompt)
+            if item is None or not (sequences or isinstance(item, Reservation)):
                 return None
             taken = (
                 batch.reservations.grant(item)

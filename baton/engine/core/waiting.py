@@ -1,7 +1,7 @@
 """Items that wait for blocks, and the blocks that are restored for them from KV tiers."""
 
 import bisect
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.reservations import Reservation, Reservations
@@ -60,10 +60,17 @@ class WaitingQueue:
                 waiting.remove(reservation)
         self._reservations.drop(reservation)
 
-    def first_ready(self) -> WaitingItem | None:
-        """Return the first queued item that does not wait for blocks from a tier."""
-        first = self.items[:_MAX_RESTORES]
-        return next((item for item in first if not self._awaits_tier(item)), None)
+    def first_ready(self, awaits_prompt: Callable[[TokenSequence], bool]) -> WaitingItem | None:
+        """Return the first queued item that waits for no blocks, from a tier or of a prompt."""
+        return next(
+            (
+                item
+                for item in self.items[:_MAX_RESTORES]
+                if not (isinstance(item, TokenSequence) and awaits_prompt(item))
+                and not self._awaits_tier(item)
+            ),
+            None,
+        )
 
     def fetch(self, request: EngineRequest) -> bool:
         """Start restoring a HELD request's blocks from a tier; False if none is restored."""

@@ -5,9 +5,9 @@ go to one worker. So each placement is booked before it is sent, and counts unti
 that is recent enough to include it. An engine reads new requests between two steps, which may be a
 second apart, so a report contains the age of its load.
 
-Ends are subtracted in the same way, while reports still show the request, and so are prompts that
-have been computed since. Otherwise every worker would look fuller than it is except a new one, which
-would attract twice its share.
+Ends are subtracted in the same way, while reports still show the request. Otherwise every worker
+would look fuller than it is except a new one, which would attract twice its share. So are prompts
+that were computed since, where reports count a prompt as a whole until its first token.
 """
 
 from collections.abc import Iterator
@@ -47,6 +47,8 @@ class Booking:
         stream_tokens: Tokens of the prompts of these sequences.
         at_ns: Time from which a report may include the load.
         adapter: Digest of the adapter that the worker needs; empty for none.
+        whole: Whether reports count the whole prompt until its first token, and not what is left of
+            it, as those of engines behind HTTP do.
     """
 
     tokens: int
@@ -55,6 +57,7 @@ class Booking:
     stream_tokens: int = 0
     at_ns: int
     adapter: str = ""
+    whole: bool = False
 
 
 @dataclass(slots=True)
@@ -118,11 +121,12 @@ class LoadBook:
         for worker_id in self._workers_of.get(request_id, ()):
             worker = self._workers[worker_id]
             booking = worker.live[request_id]
-            if not booking.tokens:
+            is_reported = request_id not in worker.unreported
+            if not booking.tokens or (is_reported and not booking.whole):
                 continue
             worker.tokens -= booking.tokens
             worker.context -= booking.context
-            if request_id not in worker.unreported:
+            if is_reported:
                 worker.computed.append((now_ns, booking.tokens, booking.context))
             booking.tokens = booking.context = 0
             self._note(worker_id, worker)

@@ -10,13 +10,18 @@ from typing import NamedTuple
 
 from batonpb.common_pb2 import Capabilities
 
-from baton.registry.types import TIERS, tier_incarnation
 from baton.telemetry.running_mean import RunningMean
 from baton.types.errors import UnavailableError
 from baton.types.geometry import context_tokens
+from baton.wire.compatibility import external_engine
 from router.request import GenerationRequest
 from router.routing.placement.block_table import Hashes, packed
 from router.routing.placement.booked_load import Booking, LoadBook
+from router.routing.placement.computing_prompts import (
+    LEAST_S,
+    ComputingPrompts,
+    is_soon_there,
+)
 from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import (
     PAIRED_OF_A_ROLE,
@@ -29,7 +34,13 @@ from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.prefix_sources import Source
 from router.routing.placement.pricing import Asked
 from router.routing.placement.prompt_hashes import HashSeedCache, prompt_hashes
-from router.routing.placement.shortlist import Described, PromptToPlace, Shortlist
+from router.routing.placement.resident_sessions import ResidentSessions
+from router.routing.placement.shortlist import (
+    Described,
+    PricedPlacements,
+    PromptToPlace,
+    Shortlist,
+)
 from router.routing.placement.worker_columns import Workers
 from router.routing.placement.worker_load import NO_TIERS, LoadReader, Rates, Reports, loads_of
 from router.routing.workers.slot import WorkerSlot
@@ -48,12 +59,14 @@ class Placement:
         prefix: Sources that the computing worker pulls leading blocks from, in order.
         candidates: Cheapest candidates, for ``GET /fleet/requests/{id}``.
         placed_ns: Time of the decision and the booking, on the monotonic clock.
+        spread: Whether a worker with fewer recent sessions was preferred to a cheaper one.
     """
 
     chosen: Candidate
     candidates: Sequence[Candidate]
     placed_ns: int
     prefix: Sequence[Source] = ()
+    spread: bool = False
 
     @property
     def decode_id(self) -> str:
@@ -67,10 +80,14 @@ class Placement:
 
 
 class Quote(NamedTuple):
-    """A placement that is not booked yet, and the packed hashes of the prompt's full blocks."""
+    """A placement that is not booked yet, and the packed hashes of the prompt's full blocks.
+
+    ``tip`` is that of the session that the prompt continues; empty if it begins one.
+    """
 
     placement: Placement
     hashes: bytes
+    tip: bytes = b""
 
 
 class Placer:
@@ -94,6 +111,8 @@ class Placer:
         self._workers = workers
         self._prefix_index = prefix_index
         self.book = LoadBook()
+        self.computing = ComputingPrompts(prefix_index)
+        self._sessions = ResidentSessions()
         self._seeds = HashSeedCache()
         self._news = workers.news()
         self._reports = Reports()
@@ -191,8 +210,12 @@ class Placer:
         self._book_quote(request, quote)
         return quote.placement
 
-    def quote(self, request: GenerationRequest, avoid: bytes = b"") -> Quote:
+    def quote(
+        self, request: GenerationRequest, avoid: bytes = b"", *, may_spread: bool = True
+    ) -> Quote:
         """Choose workers as `place` does, but book nothing.
+
+        Without ``may_spread``, the number of sessions at a worker does not count.
 
         Raises:
             UnavailableError: No ready worker can serve the request in its mode.
@@ -208,19 +231,25 @@ class Placer:
         held = self._prefix_index.prefixes(reusable, now_ns) if reusable else {}
         sources: tuple[Source, ...] = ()
         if held and request.pinned is None and self._settings.pull_prefixes:
-            sources = self._shortlist.sources(held)
+            # Blocks that a worker is only expected to store soon cannot be pulled.
+            sources = self._shortlist.sources(self._prefix_index.prefixes(reusable))
+        if reusable and self.computing and self.computing.add_held(reusable, held):
+            may_spread = False
         prompt = PromptToPlace(request, reusable, held, sources, avoid)
-        choice = self._cheapest_of_all(prompt, rates, now_ns)
+        tip = self._sessions.tip(hashes, prompt.cached_blocks)
+        choice = self._cheapest_of_all(prompt, rates, now_ns, may_spread=may_spread and not tip)
         if choice is None:
             choice = self._cheapest_of_few(prompt, rates, now_ns)
         chosen, compared = choice
+        is_cheapest = chosen.terms.total_s < compared[0].terms.total_s + self._settings.tie_s
         placement = Placement(
             chosen=chosen,
             candidates=compared,
             placed_ns=now_ns,
-            prefix=self._held_now(chosen.links, hashes) if chosen.links else (),
+            prefix=chosen.links,
+            spread=not is_cheapest,
         )
-        return Quote(placement, hashes)
+        return Quote(placement, hashes, tip)
 
     def _on_one_engine(self, request: GenerationRequest) -> GenerationRequest:
         """Return the request with the mode that an external engine can serve it in.
@@ -236,30 +265,35 @@ class Placer:
         placement = quote.placement
         chosen = placement.chosen
         self._book_load(request, chosen, placement.placed_ns)
-        if not request.probe:
-            self._crowding.placed(len(request.prompt), chosen.uncached_tokens)
-            holders = (chosen.computes.incarnation, chosen.decode.incarnation)
-            for incarnation in dict.fromkeys(holders):  # in an order that is always the same
-                self._prefix_index.expect(incarnation, quote.hashes, placement.placed_ns)
+        at_ns = placement.placed_ns
+        if request.probe:
+            return
+        self._crowding.placed(len(request.prompt), chosen.uncached_tokens)
+        computes = chosen.computes
+        length = len(request.prompt)
+        if computes.prompt_s(length, context_tokens(0, length)) >= LEAST_S:
+            self._sessions.note(quote.hashes, quote.tip, computes.worker_id, at_ns)
+        if self.computing.begin(request.request_id, quote.hashes, chosen, at_ns):
+            return
+        self._prefix_index.expect(computes.incarnation, quote.hashes, at_ns)
+        if chosen.prefill is not None and is_soon_there(chosen.decode, length):
+            self._prefix_index.expect(chosen.decode.incarnation, quote.hashes, at_ns)
 
-    def _held_now(self, links: Sequence[Source], hashes: Hashes) -> list[Source]:
-        """Exclude blocks that sources are only expected to store soon: they cannot be pulled."""
-        held = self._prefix_index.prefixes(hashes)
-        there = []
-        before = 0
-        for source in links:
-            slot = self._workers.get(source.worker_id)
-            if slot is None:
-                continue
-            memory = tier_incarnation(slot.incarnation, TIERS[0])
-            held_blocks = max(held.get(slot.incarnation, 0), held.get(memory, 0))
-            if (blocks := min(source.blocks, held_blocks)) > before:
-                there.append(Source(source.worker_id, blocks))
-                before = blocks
-        return there
+    def computed(self, request_id: str, now_ns: int) -> None:
+        """Note the first token of a request: its prompt is computed, its blocks appear soon."""
+        self.book.computed(request_id, now_ns)
+        prompt = self.computing.end(request_id)
+        if prompt is not None:
+            prompt.computed_ns = now_ns
+            self._prefix_index.expect(prompt.worker.incarnation, prompt.hashes, now_ns)
+
+    def release(self, request_id: str, now_ns: int | None = None) -> None:
+        """End a placement; ``now_ns`` is set if the request ran to its end."""
+        self.book.release(request_id, now_ns)
+        self.computing.end(request_id)
 
     def _cheapest_of_all(
-        self, prompt: PromptToPlace, rates: Rates, now_ns: int
+        self, prompt: PromptToPlace, rates: Rates, now_ns: int, *, may_spread: bool
     ) -> tuple[Candidate, Sequence[Candidate]] | None:
         """Return the choice and the candidates; None if not all workers can be priced at once."""
         request = prompt.request
@@ -280,8 +314,31 @@ class Placer:
             raise _unmet(request)
         waits = {role: self._crowding.wait_per_s(role) for role in ("prefill", "decode")}
         compared = Described(placed, asked, rates, waits)
-        ties = bisect_left(placed.costs_s, placed.costs_s[0] + self._settings.tie_s)
-        return compared[self._random.choice(range(ties))], compared
+        ties: Sequence[int] = range(
+            bisect_left(placed.costs_s, placed.costs_s[0] + self._settings.tie_s)
+        )
+        if may_spread and prompt.cached_blocks:
+            ties = self._with_few_sessions(placed, compared[0], prompt.cached_blocks) or ties
+        return compared[self._random.choice(ties)], compared
+
+    def _with_few_sessions(
+        self, placed: PricedPlacements, cheapest: Candidate, cached_blocks: int
+    ) -> list[int]:
+        """Return the best placements of a session's first turn, if later turns count as well.
+
+        Without a long common prefix the list is empty: nothing draws sessions to one worker.
+        """
+        tokens = cached_blocks * cheapest.computes.block_tokens
+        if cheapest.computes.prompt_s(tokens, context_tokens(0, tokens)) < LEAST_S:
+            return []
+        workers = [placement.computes.slot.worker_id for placement in placed]
+        delays = self._sessions.expected_delays(workers)
+        turn_s = cheapest.terms.compute_s
+        costs_s = [
+            cost_s + turn_s * delay for cost_s, delay in zip(placed.costs_s, delays, strict=True)
+        ]
+        limit_s = min(costs_s) + self._settings.tie_s
+        return [index for index, cost_s in enumerate(costs_s) if cost_s < limit_s]
 
     def _cheapest_of_few(
         self, prompt: PromptToPlace, rates: Rates, now_ns: int
@@ -331,7 +388,9 @@ class Placer:
         tokens = chosen.uncached_tokens
         context = context_tokens(length - tokens, length)
         book = partial(self.book.book, request_id=request.request_id)
-        load = partial(Booking, adapter=request.adapter_digest)
+        link = self._workers.link(computes.worker_id)
+        whole = link is not None and bool(external_engine(link.capabilities))
+        load = partial(Booking, adapter=request.adapter_digest, whole=whole)
         # The engine gets the request after the pulls, and prefill after a step of decode.
         delay_s = chosen.terms.queue_s + chosen.terms.pull_s if chosen.links else 0.0
         if computes is not decodes:

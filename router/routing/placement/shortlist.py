@@ -148,6 +148,11 @@ class PromptToPlace(NamedTuple):
     sources: tuple[Source, ...]
     avoid: bytes
 
+    @property
+    def cached_blocks(self) -> int:
+        """Number of leading blocks at the worker that has most of them."""
+        return max(self.held.values(), default=0)
+
 
 class Shortlist:
     """Finds the cheapest placements of a prompt, or the workers that may be among them.

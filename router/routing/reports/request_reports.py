@@ -176,6 +176,7 @@ def facts_of(active: ActiveRequest) -> Facts:
         phases_s=phases_s,
         state="ended" if record.ended else "running" if active.decode_id else "queued",
         error=f"{record.error.code} ({record.error.message})" if record.error is not None else "",
+        prefix_wait_s=_prefix_wait_s(active),
         worker_queue_s=times.queue_ns / 1e9 if times is not None else 0.0,
         prompt_tokens=record.prompt_tokens,
         cached_tokens=record.cached_tokens,
@@ -223,6 +224,13 @@ def _phases_so_far(active: ActiveRequest) -> dict[str, float]:
             break
         begin_ns = end_ns
     return parts
+
+
+def _prefix_wait_s(active: ActiveRequest) -> float:
+    """Return how long the request waited for a prefix before its first placement."""
+    begun = [at_ns for event, at_ns in active.record.timeline if event.startswith("waits for the")]
+    placed = [at_ns for event, at_ns in active.record.timeline if event.startswith("placed on")]
+    return (placed[0] - begun[0]) / 1e9 if begun and placed else 0.0
 
 
 def _peers_rate(others: list[WorkerLoad]) -> float:

@@ -28,6 +28,7 @@ class Facts:
     Attributes:
         phases_s: Phases of ``baton_phase_seconds``; at the end their sum is ``elapsed_s``.
         worker_queue_s: Part of the phase ``queue`` that was spent at the worker.
+        prefix_wait_s: Part of the phase ``queue`` in which another request computed its prefix.
         held_elsewhere_tokens: Prompt tokens that the best other worker had in its cache.
         expected_step_s: Decode step that the router expected of this worker; 0 if unknown.
         lost_to_repairs_s: First placement until the one that served, or until another prefill
@@ -42,6 +43,7 @@ class Facts:
     state: str = "ended"
     error: str = ""
     worker_queue_s: float = 0.0
+    prefix_wait_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -112,9 +114,13 @@ def _excesses(facts: Facts) -> Iterator[Why]:
 
 def _waiting(facts: Facts) -> Iterator[Why]:
     at_worker_s = facts.worker_queue_s
-    at_router_s = max(facts.phases_s.get("queue", 0.0) - at_worker_s - facts.lost_to_repairs_s, 0.0)
+    for_prefix_s = facts.prefix_wait_s
+    elsewhere_s = at_worker_s + for_prefix_s + facts.lost_to_repairs_s
+    at_router_s = max(facts.phases_s.get("queue", 0.0) - elsewhere_s, 0.0)
     text = f"It waited {_s(at_router_s)} of {_s(facts.elapsed_s)} in the router's queue for a place"
     yield Why("queued", f"{text}: the fleet was full.", at_router_s)
+    text = f"It waited {_s(for_prefix_s)} of {_s(facts.elapsed_s)} in the router, while another"
+    yield Why("prefix_wait", f"{text} request computed the prefix of its prompt.", for_prefix_s)
     text = f"It waited {_s(at_worker_s)} of {_s(facts.elapsed_s)} at {facts.prefill_worker}"
     yield Why("worker_queue", f"{text}, behind other prompts.", at_worker_s)
     reserved_s = facts.phases_s.get("reservation", 0.0)

@@ -138,6 +138,7 @@ class ActiveRequest:
             "finish_reasons": [choice.finish_reason for choice in record.choices],
             "candidates": [c.explain() for c in placement.candidates] if placement else [],
             "chosen": placement.chosen.explain() if placement else None,
+            "spread": placement.spread if placement else False,
             "prefix_from": [source._asdict() for source in placement.prefix] if placement else [],
             "route": None
             if route is None

@@ -35,6 +35,7 @@ from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
 from router.routing.peers.shares import Shares
 from router.routing.peers.work_counter import WorkCounter
+from router.routing.placement.computing_prompts import AwaitedPrefix
 from router.routing.placement.placer import Placer, Quote
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.requests.active_request import ActiveRequest, Wakeup, as_error
@@ -42,6 +43,7 @@ from router.routing.requests.dispatch import Dispatcher
 from router.routing.requests.history import KeptRecords
 from router.routing.requests.observer import Observer
 from router.routing.requests.record import RequestRecord
+from router.routing.requests.sibling_admitter import SiblingAdmitter, SiblingShell
 from router.routing.requests.slo_admitter import SloAdmitter
 from router.routing.requests.tickets import Tickets
 from router.routing.workers.link import LinkListener
@@ -85,6 +87,14 @@ class Gateway:
         self._slo = SloAdmitter(
             settings, self.workers, self.placer, self.admission, self._admit, self.finish
         )
+        shell = SiblingShell(
+            admit=self._judge,
+            begins=self._waits_for_prefix,
+            clock_ns=monotonic_ns,
+            later=lambda s, look: asyncio.get_running_loop().call_later(s, look),
+        )
+        limit = settings.max_queued_requests
+        self._siblings = SiblingAdmitter(self.placer, self.admission, limit, shell)
         self._dispatcher = Dispatcher(core, self.workers, self.placer, observer, self.router_id)
         self.active: dict[str, ActiveRequest] = {}
         self._shadows: dict[str, ActiveRequest] = {}  # copies that run, the oldest first
@@ -193,25 +203,33 @@ class Gateway:
         try:
             while not self._awaits_start() and (entry := self.admission.pop(window)) is not None:
                 active = self.active[entry.request_id]  # a request that ends has left the queue
-                active.admitted = True
                 if self.admission.overtook:
                     active.record.note("turn of its session", monotonic_ns())
-                slo = active.request.slo
-                if slo is None or active.awaited_start:
-                    self._admit(active, entry)
-                else:
-                    self._slo.admit(active, entry, slo)
+                self._siblings.admit(active, active.request, entry)
             if self._shadows:
                 self._shed(window)
         finally:
             self._pumping = False
-        waiting = self.admission.waiting + self._slo.waiting
+        waiting = self.admission.waiting + self._slo.waiting + self._siblings.waiting
         self.observer.queue(waiting, self.admission.max_waiting)
 
     def _awaits_start(self) -> bool:
         """Return whether the next request waits for a worker that starts."""
         head = self.admission.head if self.settings.starts_from_zero else None
         return head is not None and self.placer.awaits_start(self.active[head.request_id].request)
+
+    def _waits_for_prefix(self, active: ActiveRequest, awaited: AwaitedPrefix) -> None:
+        self.work.placed(active.id, awaited.rest_tokens)
+        active.record.note(f"waits for the prefix of {awaited.request_id}", monotonic_ns())
+        self.observer.waits_for_prefix()
+
+    def _judge(self, active: ActiveRequest, entry: Waiting, quote: Quote | None) -> None:
+        active.admitted = True
+        slo = active.request.slo
+        if slo is None or active.awaited_start:
+            self._admit(active, entry, quote)
+        else:
+            self._slo.admit(active, entry, slo)
 
     def _admit(self, active: ActiveRequest, entry: Waiting, quote: Quote | None = None) -> None:
         active.admitted = True
@@ -270,14 +288,12 @@ class Gateway:
         active.stop_timers()
         active.wants_prefill = False
         self._shadows.pop(active.id, None)
-        self.book.release(active.id, now_ns)
+        self.placer.release(active.id, now_ns)
         self.work.ended(active.id, served=active.record.error is None)
         if active.admitted:
             self.admission.release(active.request.sampling.n, now_ns, active.request.tenant)
             active.admitted = False
-        elif (
-            active.decode_id is None and not active.request.probe and not self._slo.leave(active.id)
-        ):
+        elif not (active.decode_id or active.request.probe or self._leave(active.id)):
             self.admission.leave(active.id)
         if active.decode_id is None:
             self.active.pop(active.id, None)
@@ -289,6 +305,10 @@ class Gateway:
             self.placer.learn(active.request, active.record.completion_tokens)
         active.notify()
         self.pump()
+
+    def _leave(self, request_id: str) -> bool:
+        """Forget a request outside the queue; return whether it waited there."""
+        return self._siblings.leave(request_id) or self._slo.leave(request_id)
 
     def on_response_sent(self, active: ActiveRequest) -> None:
         """Note that the handler has written the last byte, or the client has disconnected."""

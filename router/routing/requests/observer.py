@@ -110,6 +110,10 @@ class Observer:
         """Count a request that runs otherwise than chosen."""
         self.metrics.inc("baton_fallbacks", reason=reason)
 
+    def waits_for_prefix(self) -> None:
+        """Count a request that waits while another one computes its prefix."""
+        self.metrics.inc("baton_prefix_waits")
+
     def poison(self) -> None:
         """Count a request that was ended because workers died with it."""
         self.metrics.inc("baton_poison_requests")

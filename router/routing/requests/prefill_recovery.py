@@ -15,7 +15,8 @@ from baton.types.errors import BatonError, TransferError, UnavailableError
 from baton.types.geometry import context_tokens
 from baton.wire.codecs import error_to_wire
 from router.process_core import ProcessCore
-from router.routing.placement.booked_load import Booking, LoadBook
+from router.routing.placement.booked_load import Booking
+from router.routing.placement.placer import Placer
 from router.routing.placement.worker_load import LoadReader
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.dispatch import prefill_target, prefix_sources
@@ -34,7 +35,7 @@ class PrefillRecovery:
 
     core: ProcessCore
     workers: WorkerTable
-    book: LoadBook
+    placer: Placer
     observer: Observer
     end: Callable[[ActiveRequest, BatonError], None]
 
@@ -64,7 +65,8 @@ class PrefillRecovery:
                 self._try_replacement(active, avoid=failed)
             case "local":
                 self.observer.fallback("local prefill")
-                self.book.take_back(active.prefill_id, active.id)
+                self.placer.book.take_back(active.prefill_id, active.id)
+                self.placer.computing.end(active.id)
                 active.prefill_id = None
                 self._answer(active, PrefillReplacement(compute_locally=True))
             case "wait":
@@ -100,29 +102,31 @@ class PrefillRecovery:
     def _try_replacement(self, active: ActiveRequest, avoid: bytes = b"") -> None:
         tried = {*active.record.failed_prefills, avoid}
         fit = [slot for slot in self._prefills(active) if slot.incarnation not in tried]
-        link = None
-        if fit:
-            best = min(fit, key=lambda slot: LoadReader(self.book).of(slot, 0).queued_tokens)
-            link = best.link
-        if link is None:
+        book = self.placer.book
+        reader = LoadReader(book)
+        loads = [reader.of(slot, 0) for slot in fit]
+        best = min(loads, key=lambda load: load.queued_tokens, default=None)
+        link = self.workers.link(best.worker_id) if best is not None else None
+        if link is None or best is None:
             self._wait(active)
             return
         now_ns = monotonic_ns()
+        self.placer.computing.move(active.id, best, now_ns)
         active.wants_prefill = False
         if active.repair_timer is not None:
             active.repair_timer.cancel()
             active.repair_timer = None
-        self.book.take_back(active.prefill_id, active.id)
+        book.take_back(active.prefill_id, active.id)
         active.prefill_id = link.worker_id
         active.record.note(f"prefill replaced by {link.worker_id}", now_ns)
         tokens = len(active.request.prompt)
         booking = Booking(tokens=tokens, context=context_tokens(0, tokens), streams=0, at_ns=now_ns)
-        self.book.book(link.worker_id, active.id, booking)
+        book.book(link.worker_id, active.id, booking)
         self.observer.retried("prefill replaced")
         decode = self.workers.link(active.decode_id)
-        reader = decode.incarnation if decode is not None else b""
+        pulls = decode.incarnation if decode is not None else b""
         token = self.core.fleet_token
-        target = prefill_target(link, token, active, reader)
+        target = prefill_target(link, token, active, pulls)
         prefix = prefix_sources(active, self.workers, token, link)
         answer = PrefillReplacement(
             prefill=target, prefix=prefix[0] if prefix else None, prefix_then=prefix[1:]

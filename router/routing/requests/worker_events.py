@@ -32,7 +32,7 @@ class WorkerEvents:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._prefill_recovery = PrefillRecovery(
-            gateway.core, gateway.workers, gateway.book, gateway.observer, gateway.fail
+            gateway.core, gateway.workers, gateway.placer, gateway.observer, gateway.fail
         )
         self._stream_repair = StreamRepair()
         gateway.workers.on_turn = self._on_turn
@@ -99,7 +99,7 @@ class WorkerEvents:
             gateway.fail_placed(active, otherwise)
             return
         gateway.observer.retried(why, goes_on=active.record.can_go_on)
-        gateway.book.release(active.id)
+        gateway.placer.release(active.id)
         gateway.place(active, avoid, why)
 
     def _move_away(self, link: WorkerLink) -> None:
@@ -180,7 +180,7 @@ class WorkerEvents:
         if result.fresh_tokens:
             if not active.computed:
                 active.computed = True
-                gateway.book.computed(active.id, now_ns)
+                gateway.placer.computed(active.id, now_ns)
             gateway.work.generated(active.id, result.fresh_tokens)
             gateway.observer.tokens(active, before_ns, now_ns, result.fresh_tokens)
         if result.stopped:

@@ -286,6 +286,58 @@ def test_a_duplicate_id_is_refused():
         core.scheduler.submit(request("a", [1]), 0)
 
 
+class TestPromptsThatBeginAlike:
+    """Several at once: the first is computed, and the others wait for it."""
+
+    COMMON = tuple(range(192))
+
+    def submitted(self, *owns: int, step_tokens: int = 2000) -> EngineCore:
+        core = make_core(blocks=256, step_tokens=step_tokens)
+        for ticket, own in enumerate(owns):
+            prompt = [*self.COMMON, *range(own, own + 40)]
+            core.scheduler.submit(request(f"r{ticket}", prompt, ticket=ticket), 0)
+        return core
+
+    @pytest.mark.parametrize(("step_tokens", "second"), [(2000, 192), (100, 96)])
+    def test_the_common_part_is_computed_once(self, step_tokens, second):
+        """But for the last few blocks, for which no step is waited."""
+        core = self.submitted(1000, 2000, 3000, step_tokens=step_tokens)
+        events = run(core)
+        cached = {e.request_id: e.cached_tokens for e in events if isinstance(e, ev.Admitted)}
+        assert cached == {"r0": 0, "r1": second, "r2": 192}
+        for ticket, own in enumerate((1000, 2000, 3000)):
+            prompt = [*self.COMMON, *range(own, own + 40)]
+            assert answers(events)[f"r{ticket}", 0] == golden(prompt)
+
+    def test_others_pass_them(self):
+        core = self.submitted(1000, 2000)
+        core.scheduler.submit(request("other", list(range(5000, 5050)), ticket=9), 0)
+        assert [len(row.tokens) for row in core.plan(0).rows] == [232, 50]
+
+    def test_a_short_common_part_is_not_waited_for(self):
+        core = make_core(blocks=256)
+        for ticket in range(2):
+            prompt = [*range(100), *range(1000 + ticket * 100, 1100 + ticket * 100)]
+            core.scheduler.submit(request(f"r{ticket}", prompt, ticket=ticket), 0)
+        assert len(core.plan(0).rows) == 2
+
+    def test_one_that_waits_is_computed_when_the_first_is_cancelled(self):
+        core = self.submitted(1000, 2000, step_tokens=64)
+        plan = core.plan(0)
+        core.scheduler.cancel("r0")
+        events = core.apply(plan, core.runner.execute(plan), 1, 1)
+        assert answers(events + run(core))["r1", 0] == golden([*self.COMMON, *range(2000, 2040)])
+
+
+def test_a_reservation_does_not_wait_for_a_prompt_that_fills_each_step():
+    core = make_core(blocks=256, step_tokens=32)
+    core.scheduler.submit(request("long", list(range(500)), ticket=0), 0)
+    core.plan(0)
+    core.scheduler.submit(request("late", list(range(900, 950)), Kind.REMOTE, ticket=1), 1)
+    core.plan(2)
+    assert any(isinstance(event, ev.Reserved) for event in core.take_events())
+
+
 def test_strict_order_a_small_request_does_not_overtake():
     core = make_core(blocks=10)
     core.scheduler.submit(request("first", list(range(100)), ticket=0, max_tokens=30), 0)
@@ -512,10 +564,14 @@ class TestCachedBlocksAreHeldForOthers:
 
     def test_no_more_than_half_of_the_pool(self):
         core = self.filled(blocks=8)
+        core.scheduler.submit(request("other", list(range(700, 720)), max_tokens=1), 0)
+        run(core)
         self.submit(core, 64)
         again = request("again", list(self.PROMPT), Kind.HELD)
+        core.scheduler.submit(again, 0)  # the same blocks
+        other = request("more", list(range(700, 716)), Kind.HELD)
         with pytest.raises(UnavailableError, match="held for other workers"):
-            core.scheduler.submit(again, 0)
+            core.scheduler.submit(other, 0)
 
 
 class TestKvThatNoAnswerFollows:

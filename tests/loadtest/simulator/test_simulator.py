@@ -173,7 +173,8 @@ import sys
 from tests.loadtest.simulator.test_simulator import *
 trace = read_trace(SAMPLE, 200)
 simulation = run(Setup(prefill_workers=8, decode_workers=8), trace)
-sys.stdout.buffer.write(as_json(simulation, figures(simulation, trace, Slo()), Slo()))
+limits = SimulationSlo()
+sys.stdout.buffer.write(as_json(simulation, figures(simulation, trace, limits), limits))
 """
 
 

@@ -254,9 +254,9 @@ class TestLoadBook:
         book.reported("w", as_of_ns=410_000_000)
         assert book.unreported("w") == Unreported()
 
-    def test_a_computed_prompt_is_taken_off_until_a_report_shows_it(self):
+    def test_a_computed_prompt_that_was_reported_whole_is_taken_off_until_a_report_shows_it(self):
         book = LoadBook()
-        book.book("w", "r", Booking(tokens=100, context=4950, streams=1, at_ns=0))
+        book.book("w", "r", Booking(tokens=100, context=4950, streams=1, at_ns=0, whole=True))
         book.reported("w", as_of_ns=300_000_000)  # it shows the prompt
         book.computed("r", now_ns=400_000_000)
         assert book.unreported("w") == Unreported(tokens=-100, context=-4950)
@@ -265,6 +265,10 @@ class TestLoadBook:
         book.reported("w", as_of_ns=410_000_000)
         assert book.unreported("w") == Unreported()
         book.release("r")
+        book.book("w", "r", Booking(tokens=100, streams=1, at_ns=0))
+        book.reported("w", as_of_ns=500_000_000)  # it shows what is left of the prompt
+        book.computed("r", now_ns=600_000_000)
+        assert book.unreported("w") == Unreported()
 
     def test_an_end_that_no_report_has_shown_is_taken_off_once(self):
         book = LoadBook()

@@ -87,6 +87,10 @@ PLANTED = {
         facts(2.0, {"between_workers": 1.5}),
         ["1.50 s", "decode-0 and prefill-1", "network"],
     ),
+    "prefix_wait": (
+        facts(5.0, {"queue": 4.1}, prefix_wait_s=4.0),
+        ["4.00 s", "another request computed"],
+    ),
     "slow_client": (facts(5.0, {"delivery": 4.5}), ["4.50 s", "client"]),
     "tokenize": (facts(1.0, {"tokenize": 0.6}), ["0.60 s", "tokenizing"]),
     "unattributed": (facts(1.0, {"unattributed": 0.6}), ["0.60 s", "network"]),

@@ -75,17 +75,6 @@ async def test_nobody_is_named_who_cannot_give(fleet, model, why):
     assert not (submission(gateway, idle, **fields)).HasField("prefix")
 
 
-async def test_what_is_only_expected_there_is_not_asked_for(model):
-    gateway = fake_gateway(model)
-    holder, idle = FakeLink(gateway, "decode-0"), FakeLink(gateway, "decode-1")
-    say(idle, queued_prompt_tokens=500)
-    first = submission(gateway, holder)  # which will hold it, later
-    assert not first.HasField("prefix")
-    say(idle, queued_prompt_tokens=0)
-    say(holder, queued_prompt_tokens=100_000)
-    assert not (submission(gateway, idle, request_id="s")).HasField("prefix")
-
-
 async def test_a_worker_that_drains_gives_what_its_answers_need_elsewhere(model):
     gateway = fake_gateway(model)
     leaving, other = FakeLink(gateway, "decode-0"), FakeLink(gateway, "decode-1")

@@ -1,0 +1,306 @@
+"""Prompts that workers compute now, and requests that wait for blocks of them. Sans-IO.
+
+    placed ── begin ──▶ computing ── first token, end, another attempt ──▶ forgotten
+                            │ blocks appear in the prefix index
+    sibling ── ask ──▶ waits ── blocks are there, prompt is forgotten, time is up ──▶ asked again
+
+A sibling is a request that shares leading blocks with a prompt that is being computed. It waits in
+the router while that takes at most as long as computing the blocks again, and is then placed as any
+other request. It takes no place at a worker meanwhile, so nothing queues behind it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from baton.types.geometry import context_tokens
+from router.request import GenerationRequest
+from router.routing.placement.block_table import HASH_BYTES, LiveWorkers, block_table
+from router.routing.placement.cost import PREFILL_OVERHEAD_S, Candidate, WorkerLoad
+from router.routing.placement.prefix_index import PrefixIndex
+
+# Shorter computations are not waited for: blocks appear in the index after some 20 ms.
+LEAST_S = 0.1
+# Fits of equal workers differ by so much, so a wait may be this much longer than computing.
+FIT_SPREAD = 0.1
+_MAX_PROMPTS = 1024
+_MAX_BLOCKS = 262_144
+_REPORTED_NS = 500_000_000  # a report comes every 250 ms, and shows the end of a step
+_MOST_WAITS = 2.0  # longest wait ÷ predicted time of computing, for a prompt with progress
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ComputingPrompt:
+    """A placed prompt that has no first token yet.
+
+    Attributes:
+        number: Its number in the table of blocks.
+        worker: Load of the worker that computes it, as of the placement.
+        begin_blocks: Leading blocks that are not computed: cached, pulled or restored.
+        starts_ns: Expected start of the computation.
+        pulls: Whether its worker pulls leading blocks first.
+        computed_ns: Time of the first token; 0 before.
+    """
+
+    request_id: str
+    number: int
+    hashes: bytes
+    worker: WorkerLoad
+    begin_blocks: int
+    starts_ns: int
+    pulls: bool
+    computed_ns: int = 0
+
+    def left_s(self, blocks: int, there_blocks: int, now_ns: int) -> float:
+        """Return the expected time until ``blocks`` are there, of which ``there_blocks`` are."""
+        if there_blocks >= blocks:
+            return 0.0
+        starts_s = 0.0
+        if there_blocks <= self.begin_blocks:
+            starts_s = max(self.starts_ns - now_ns, 0) / 1e9
+        size = self.worker.block_tokens
+        begin = max(self.begin_blocks, there_blocks) * size
+        end = max(blocks * size, begin)
+        return starts_s + self.worker.prompt_s(end - begin, context_tokens(begin, end))
+
+
+def is_soon_there(worker: WorkerLoad, prompt_tokens: int) -> bool:
+    """Return whether a worker lacks so little of a prompt that nobody needs to wait for it."""
+    held = min(worker.cached_blocks * worker.block_tokens, prompt_tokens)
+    return worker.prompt_s(prompt_tokens - held, context_tokens(held, prompt_tokens)) < LEAST_S
+
+
+class ComputingPrompts:
+    """Prompts that are worth waiting for, by request. It is bounded: further ones are left out."""
+
+    def __init__(self, prefix_index: PrefixIndex) -> None:
+        self._index = prefix_index
+        self._prompts: dict[str, ComputingPrompt] = {}
+        self._numbered: dict[int, ComputingPrompt] = {}
+        self._free = list(range(_MAX_PROMPTS))  # numbers
+        self._table = block_table()
+        self._live = LiveWorkers()
+
+    def __bool__(self) -> bool:
+        """Return whether any prompt is being computed."""
+        return bool(self._prompts)
+
+    def __contains__(self, prompt: ComputingPrompt) -> bool:
+        """Return whether the prompt is still being computed, in the same attempt."""
+        return self._prompts.get(prompt.request_id) is prompt
+
+    def begin(self, request_id: str, hashes: bytes, chosen: Candidate, now_ns: int) -> bool:
+        """Record a placed prompt; return False if it is soon computed, or there are too many."""
+        self.end(request_id)
+        terms = chosen.terms
+        room = _MAX_BLOCKS - self._table.blocks
+        if not (terms.compute_s >= LEAST_S or chosen.links) or not hashes:
+            return False
+        if not self._free or len(hashes) > room * HASH_BYTES:
+            return False
+        number = self._free.pop()
+        worker = chosen.computes
+        prompt = ComputingPrompt(
+            request_id=request_id,
+            number=number,
+            hashes=hashes,
+            worker=worker,
+            begin_blocks=max(
+                len(hashes) // HASH_BYTES - chosen.uncached_tokens // worker.block_tokens, 0
+            ),
+            starts_ns=now_ns + round((terms.first_token_s - terms.compute_s) * 1e9),
+            pulls=bool(chosen.links),
+        )
+        self._prompts[request_id] = self._numbered[number] = prompt
+        self._table.add(number, hashes, len(hashes) // HASH_BYTES)
+        self._live.add(number)
+        return True
+
+    def move(self, request_id: str, worker: WorkerLoad, now_ns: int) -> None:
+        """Note that another worker computes the prompt from now on."""
+        prompt = self._prompts.get(request_id)
+        if prompt is not None:
+            starts_ns = now_ns + round(worker.queue_s * 1e9)
+            moved = replace(prompt, worker=worker, begin_blocks=0, starts_ns=starts_ns)
+            self._prompts[request_id] = self._numbered[prompt.number] = moved
+
+    def end(self, request_id: str) -> ComputingPrompt | None:
+        """Forget a prompt that is computed, or whose attempt has ended; return it."""
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is not None:
+            del self._numbered[prompt.number]
+            self._free.append(prompt.number)
+            self._table.remove(prompt.number, prompt.hashes)
+            self._live.discard(prompt.number)
+        return prompt
+
+    def shared(self, hashes: bytes) -> Iterator[tuple[ComputingPrompt, int]]:
+        """Yield the prompts that begin with the same blocks, and the number of these."""
+        if self._prompts:
+            for number, blocks in self._table.match(hashes, self._live):
+                yield self._numbered[number], blocks
+
+    def add_held(self, hashes: bytes, held: dict[bytes, int]) -> bool:
+        """Add blocks that a worker will have when it has computed what is before in its queue.
+
+        ``held`` is the number of leading blocks by incarnation. A prompt that waits for a pull may
+        be overtaken, so its blocks do not count. Return whether no worker has as many yet.
+        """
+        most = max(held.values(), default=0)
+        for prompt, blocks in self.shared(hashes):
+            if not prompt.pulls:
+                incarnation = prompt.worker.incarnation
+                held[incarnation] = max(held.get(incarnation, 0), blocks)
+        return max(held.values(), default=0) > most
+
+    def there(self, prompt: ComputingPrompt) -> int:
+        """Return how many leading blocks of a prompt its worker has, as far as events report."""
+        return self._index.prefixes(prompt.hashes).get(prompt.worker.incarnation, 0)
+
+
+class AwaitedPrefix(NamedTuple):
+    """Request that computes a prefix, and the sibling's tokens that are left to compute then."""
+
+    request_id: str
+    rest_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Wait:
+    """Wait of a sibling for ``blocks`` of a prompt, of which ``there`` were computed when asked.
+
+    It waits since ``since_ns``, when computing itself would have taken ``own_ns``. From
+    ``until_ns`` on the prompt needs progress. ``given_up`` are prompts without it.
+    """
+
+    prompt: ComputingPrompt
+    blocks: int
+    there: int
+    since_ns: int
+    own_ns: int
+    until_ns: int
+    given_up: tuple[ComputingPrompt, ...]
+
+
+class SiblingWaits:
+    """Requests that wait for a prefix, at most ``limit`` of them, in the order of their calls."""
+
+    def __init__(self, computing: ComputingPrompts, limit: int) -> None:
+        self._computing = computing
+        self._limit = limit
+        self._waits: dict[str, _Wait] = {}
+
+    def leave(self, request_id: str) -> bool:
+        """Forget a request that is placed or has ended; return whether it waited."""
+        return self._waits.pop(request_id, None) is not None
+
+    def ask(
+        self, request: GenerationRequest, chosen: Candidate, hashes: bytes, now_ns: int
+    ) -> AwaitedPrefix | None:
+        """Return what the request waits for; None: it is to be placed.
+
+        ``chosen`` is its cheapest placement. One that waits already is asked again.
+        """
+        before = self._waits.get(request.request_id)
+        if request.whole_prompt or request.pinned is not None or request.probe:
+            return None
+        if before is None and len(self._waits) >= self._limit:
+            return None
+        if before is not None and self._may_be_there(before, request, chosen, now_ns):
+            return _awaited(before, request, chosen)
+        given_up: tuple[ComputingPrompt, ...] = ()
+        own_ns = now_own_ns = round(chosen.terms.first_token_s * (1 + FIT_SPREAD) * 1e9)
+        since_ns = now_ns
+        if before is not None:
+            given_up = before.given_up
+            if self._is_in_vain(before, now_ns):
+                given_up += (before.prompt,)
+            if not self._has_failed(before):
+                since_ns = before.since_ns
+                own_ns = before.own_ns
+        best: _Wait | None = None
+        most_saved_s = 0.0
+        for prompt, blocks in self._computing.shared(hashes):
+            there = self._computing.there(prompt)
+            if there >= blocks or prompt in given_up:
+                continue
+            own_part_s = _own_s(chosen, len(request.prompt), blocks) * (1 + FIT_SPREAD)
+            left_s = prompt.left_s(blocks, there, now_ns)
+            is_same = before is not None and before.prompt is prompt
+            most_waits = _MOST_WAITS if is_same or prompt.pulls else 1.0
+            in_time = now_ns + left_s * 1e9 <= since_ns + most_waits * own_ns
+            if in_time and own_part_s - left_s > most_saved_s:
+                most_saved_s = own_part_s - left_s
+                best = _Wait(
+                    prompt=prompt,
+                    blocks=blocks,
+                    there=there,
+                    since_ns=since_ns,
+                    own_ns=own_ns,
+                    until_ns=now_ns + now_own_ns,
+                    given_up=given_up,
+                )
+        if best is None:
+            return None
+        self._waits[request.request_id] = best
+        return _awaited(best, request, chosen)
+
+    def _may_be_there(
+        self, wait: _Wait, request: GenerationRequest, chosen: Candidate, now_ns: int
+    ) -> bool:
+        """Return whether blocks were just computed that the cheapest placement computes again.
+
+        The last report of their worker still shows the prompt in its queue.
+        """
+        computed_ns = wait.prompt.computed_ns
+        if not computed_ns or now_ns - computed_ns >= _REPORTED_NS or chosen.links:
+            return False
+        return _own_s(chosen, len(request.prompt), wait.blocks) > 0
+
+    def _is_in_vain(self, wait: _Wait, now_ns: int) -> bool:
+        """Return whether time is up for a prompt that makes no progress, or not enough."""
+        if wait.prompt not in self._computing or now_ns < wait.until_ns:
+            return False
+        if now_ns >= wait.since_ns + _MOST_WAITS * wait.own_ns:
+            return True
+        return self._computing.there(wait.prompt) <= wait.there
+
+    def _has_failed(self, wait: _Wait) -> bool:
+        """Return whether a prompt has ended, or begun anew, without the awaited blocks."""
+        gone = wait.prompt not in self._computing and not wait.prompt.computed_ns
+        return gone and self._computing.there(wait.prompt) < wait.blocks
+
+    def due(self, now_ns: int) -> list[str]:
+        """Return the requests that are to be asked again."""
+        there: dict[ComputingPrompt, int] = {}
+        due = []
+        for request_id, wait in self._waits.items():
+            prompt = wait.prompt
+            if prompt in self._computing and now_ns < wait.until_ns:
+                if prompt not in there:
+                    there[prompt] = self._computing.there(prompt)
+                if there[prompt] < wait.blocks:
+                    continue
+            due.append(request_id)
+        return due
+
+
+def _awaited(wait: _Wait, request: GenerationRequest, chosen: Candidate) -> AwaitedPrefix:
+    held = wait.blocks * chosen.computes.block_tokens
+    return AwaitedPrefix(wait.prompt.request_id, max(len(request.prompt) - held, 1))
+
+
+def _own_s(chosen: Candidate, prompt_tokens: int, blocks: int) -> float:
+    """Return the time that a placement takes for shared blocks; 0 if it is not worth a wait.
+
+    Pulls of the same blocks at once share a link, so one that is not the first counts in full.
+    """
+    worker = chosen.computes
+    held = min(blocks * worker.block_tokens, prompt_tokens - 1)
+    rest_s = PREFILL_OVERHEAD_S + worker.prompt_s(
+        prompt_tokens - held, context_tokens(held, prompt_tokens)
+    )
+    if chosen.links and chosen.links[-1].blocks <= blocks:
+        return chosen.terms.first_token_s
+    own_s = chosen.terms.pull_s + chosen.terms.compute_s - rest_s
+    return own_s if own_s >= LEAST_S else 0.0

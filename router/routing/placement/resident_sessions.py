@@ -1,0 +1,74 @@
+"""Recent sessions, by the worker that computes their prompts. Sans-IO.
+
+    turn n     [ system prompt │ … ]            its last full block is the session's tip
+    turn n+1   [ system prompt │ … tip │ … ]    continues it: the tip moves
+
+Sessions that pause for a tool or a person show no load meanwhile, so the worker that has their
+common prefix looks idle and free, and gets all new ones. Their number is the load that will come.
+"""
+
+from collections import Counter, OrderedDict
+from typing import NamedTuple
+
+from router.routing.placement.block_table import HASH_BYTES
+
+# Expected part of a turn's time by which each other session at a worker delays it.
+_DELAY_SHARE = 0.2
+_MOST_MORE = 20  # sessions more than at the worker with fewest that count
+_KEPT_NS = 300_000_000_000  # after the last turn of a session
+_MAX_SESSIONS = 65_536
+_MAX_ANSWER_BLOCKS = 256  # cached behind a tip
+
+
+class _Turn(NamedTuple):
+    worker_id: str
+    at_ns: int
+
+
+class ResidentSessions:
+    """Tips of recent sessions. Sessions are recognised by their prompts alone."""
+
+    def __init__(self) -> None:
+        self._turns: OrderedDict[bytes, _Turn] = OrderedDict()  # by tip
+        self._count: Counter[str] = Counter()
+
+    def tip(self, hashes: bytes, cached_blocks: int) -> bytes:
+        """Return the tip that a prompt continues; empty if it begins a session.
+
+        Most of the prompt's blocks that are cached anywhere are ``cached_blocks``: the tip is the
+        last of them, before those of the response.
+        """
+        for block in range(cached_blocks, max(cached_blocks - _MAX_ANSWER_BLOCKS, 0), -1):
+            if (tip := hashes[(block - 1) * HASH_BYTES : block * HASH_BYTES]) in self._turns:
+                return tip
+        return b""
+
+    def note(self, hashes: bytes, continued: bytes, worker_id: str, now_ns: int) -> None:
+        """Note a turn that is computed on a worker; ``continued`` is the session's former tip."""
+        self._drop(continued)
+        tip = hashes[-HASH_BYTES:]
+        self._drop(tip)
+        self._turns[tip] = _Turn(worker_id, now_ns)
+        self._count[worker_id] += 1
+        while self._turns:
+            oldest, turn = next(iter(self._turns.items()))
+            if len(self._turns) <= _MAX_SESSIONS and now_ns - turn.at_ns < _KEPT_NS:
+                break
+            self._drop(oldest)
+
+    def _drop(self, tip: bytes) -> None:
+        turn = self._turns.pop(tip, None)
+        if turn is not None:
+            self._count[turn.worker_id] -= 1
+            if not self._count[turn.worker_id]:
+                del self._count[turn.worker_id]
+
+    def expected_delays(self, workers: list[str]) -> list[float]:
+        """Return by how many turns a new session at each of some workers will be delayed.
+
+        A copy of the common prefix at another worker serves as many sessions as would be delayed,
+        so each of them has a part of its cost: the delay counts once for each.
+        """
+        least = min(self._count[worker_id] for worker_id in workers)
+        more = [min(self._count[worker_id] - least, _MOST_MORE) for worker_id in workers]
+        return [_DELAY_SHARE * sessions * sessions for sessions in more]

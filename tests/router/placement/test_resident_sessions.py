@@ -1,0 +1,78 @@
+"""Sessions that pause are counted where they will come again, and new ones are spread."""
+
+import pytest
+
+from loadtest.simulator.setup import Setup
+from loadtest.simulator.simulation import Simulation
+from loadtest.workloads.traces import TraceRequest
+from router.routing.placement.resident_sessions import ResidentSessions
+
+MINUTE_NS = 60 * 10**9
+NAMES = [number.to_bytes(16, "big") for number in range(1, 2000)]
+
+
+def prompt(blocks: int, session: int = 0) -> bytes:
+    own = [bytes([session, *name[1:]]) for name in NAMES[100:blocks]]
+    return b"".join([*NAMES[:100], *own])
+
+
+def test_a_turn_continues_the_session_whose_prompt_it_begins_with():
+    sessions = ResidentSessions()
+    sessions.note(prompt(120), b"", "a", 0)
+    assert sessions.tip(prompt(150, session=1), 100) == b""
+    # The response of ten blocks is cached, too.
+    tip = sessions.tip(prompt(150), 130)
+    assert tip == prompt(120)[-16:]
+    sessions.note(prompt(150), tip, "b", 0)
+    assert sessions.expected_delays(["a", "b"]) == [0.0, 0.2]
+    assert sessions.tip(prompt(170), 150) == prompt(150)[-16:]
+
+
+def test_sessions_are_forgotten_after_minutes():
+    sessions = ResidentSessions()
+    for session in range(10):
+        sessions.note(prompt(120, session), b"", "a", session * MINUTE_NS)
+    assert sessions.expected_delays(["a", "b"]) == [pytest.approx(0.2 * 5**2), 0.0]
+    assert sessions.tip(prompt(150, session=2), 120) == b""
+    sessions.note(prompt(120, 9), prompt(120, 9)[-16:], "a", 30 * MINUTE_NS)
+    assert sessions.expected_delays(["a", "b"]) == [pytest.approx(0.2), 0.0]
+
+
+def paced(*, sessions: int, turns: int, pause_s: float) -> list[TraceRequest]:
+    """Sessions with a common prompt of 18,000 tokens, one a second, and a pause between turns."""
+    trace = []
+    for session in range(sessions):
+        for turn in range(turns):
+            tokens = 19_000 + 1000 * turn
+            own = [f"{session}/{block}" for block in range(18_000 // 16, -(-tokens // 16))]
+            names = (*map(str, range(18_000 // 16)), *own)
+            at_s = session * (1 + 1 / 64) + turn * (pause_s + 1 / 32)
+            trace.append(TraceRequest(at_s, tokens, 60, names))
+    return sorted(trace, key=lambda request: request.arrival_s)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "mode"), [(0, 4, "colocated"), (4, 4, "disaggregated")]
+)
+@pytest.mark.parametrize("pause_s", [10.0, 60.0])
+def test_forty_paced_sessions_are_spread_over_four_workers(prefill, decode, mode, pause_s):
+    """Between their turns no worker has load: all sessions went to two of the four."""
+    trace = paced(sessions=40, turns=6, pause_s=pause_s)
+    setup = Setup(
+        prefill_workers=prefill,
+        decode_workers=decode,
+        mode=mode,
+        block_tokens=16,
+        prefill_kv_tokens=1_048_576,
+        max_step_tokens=512,
+        spread_s=0.0,
+    )
+    simulation = Simulation(setup, trace)
+    records = simulation.run()
+    requests = dict.fromkeys(simulation.computing, 0)
+    for record in records:
+        requests[record.computed_on] += 1
+    assert len(requests) == 4 and not any(record.error for record in records)
+    assert max(requests.values()) / (len(records) / 4) <= 1.3
+    cached = sum(record.cached_tokens for record in records)
+    assert cached / sum(record.prompt_tokens for record in records) >= 0.9
