@@ -153,6 +153,11 @@ class ComputingPrompts:
                 held[incarnation] = max(held.get(incarnation, 0), blocks)
         return max(held.values(), default=0) > most
 
+    def has(self, prompt: ComputingPrompt, blocks: int) -> bool:
+        """Return whether the worker of a prompt has its first ``blocks``: a hash covers all."""
+        last = prompt.hashes[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES]
+        return prompt.worker.incarnation in self._index.prefixes(last)
+
     def there(self, prompt: ComputingPrompt) -> int:
         """Return how many leading blocks of a prompt its worker has, as far as events report."""
         return self._index.prefixes(prompt.hashes).get(prompt.worker.incarnation, 0)
@@ -202,25 +207,24 @@ class SiblingWaits:
             return before
         own_ns = first_own_ns = round(chosen.terms.first_token_s * (1 + FIT_SPREAD) * 1e9)
         since_ns = now_ns
-        given_up: tuple[ComputingPrompt, ...] = ()
+        given_up = before.given_up if before is not None else ()
         if before is not None:
-            given_up = before.given_up
             if self._is_in_vain(before, now_ns):
                 given_up += (before.prompt,)
-            if before.prompt in self._computing or before.prompt.computed_ns:
+            if before.prompt in self._computing or before.prompt.computed_ns:  # it has not failed
                 since_ns = before.since_ns
                 first_own_ns = before.own_ns
         best: SiblingWait | None = None
         most_saved_s = 0.0
         for prompt, blocks in self._computing.shared(hashes):
-            there = self._computing.there(prompt)
-            if there >= blocks or prompt in given_up:
+            own_s = _own_s(chosen, len(request.prompt), blocks) * (1 + FIT_SPREAD)
+            if own_s <= most_saved_s or prompt in given_up or self._computing.has(prompt, blocks):
                 continue
+            there = self._computing.there(prompt)
             left_s = prompt.left_s(blocks, there, now_ns)
-            saved_s = _own_s(chosen, len(request.prompt), blocks) * (1 + FIT_SPREAD) - left_s
+            saved_s = own_s - left_s
             is_same = before is not None and before.prompt is prompt
-            most_waits = _MOST_WAITS if is_same or prompt.pulls else 1.0
-            last_ns = since_ns + most_waits * first_own_ns
+            last_ns = since_ns + first_own_ns * (_MOST_WAITS if is_same or prompt.pulls else 1)
             if saved_s > most_saved_s and now_ns + left_s * 1e9 <= last_ns:
                 most_saved_s = saved_s
                 until_ns = now_ns + own_ns
@@ -240,17 +244,13 @@ class SiblingWaits:
 
     def due(self, now_ns: int) -> list[str]:
         """Return the requests that are to be asked again."""
-        there: dict[ComputingPrompt, int] = {}
-        due = []
-        for request_id, wait in self._waits.items():
-            prompt = wait.prompt
-            if prompt in self._computing and now_ns < wait.until_ns:
-                if prompt not in there:
-                    there[prompt] = self._computing.there(prompt)
-                if there[prompt] < wait.blocks:
-                    continue
-            due.append(request_id)
-        return due
+        return [
+            request_id
+            for request_id, wait in self._waits.items()
+            if wait.prompt not in self._computing
+            or now_ns >= wait.until_ns
+            or self._computing.has(wait.prompt, wait.blocks)
+        ]
 
 
 def _may_be_there(
