@@ -171,18 +171,18 @@ def measure_fork(start: Fleet, load: Fork, seed: int, out: Path) -> ForkFigures:
 
 
 def measure_paced(seed: int, out: Path) -> PacedFigures:
-    """Run forty sessions with pauses of 10 s, which begin one after the other."""
+    """Run forty sessions with pauses, which begin one after the other."""
     load = Agents(
         sessions=40,
-        turns=4,
+        turns=3,
         tools=24,
         system_tokens=19_000,
         shared=True,
         turn_tokens=parse_lengths("uniform:200-600"),
         result_bytes=8192,
         answer_tokens=parse_lengths("40"),
-        think_s=10.0,
-        ramp_s=40.0,
+        think_s=15.0,
+        ramp_s=100.0,
     )
     plan = agent_plan(load, name="paced", seed=seed)
     with TemporaryDirectory() as folder, _four(Path(folder) / "paced", 0) as url:

@@ -37,7 +37,7 @@ from router.routing.placement.placer import Placer, Quote
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import LoadReader
 from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
-from router.routing.requests.sibling_admitter import SiblingAdmitter, SiblingShell
+from router.routing.requests.sibling_admitter import SiblingAdmitter
 from router.routing.requests.tickets import Tickets
 from router.routing.workers.slot import WorkerSlot
 
@@ -78,14 +78,13 @@ class SimulatedRouter(WorkerListener):
             hashes_of=self._hashes_of,
         )
         self._book = self._placer.book
-        shell = SiblingShell(
-            admit=self._judge_or_admit,
+        self._siblings = SiblingAdmitter(
+            self._placer,
+            self._admission,
+            self._judge_or_admit,
             begins=lambda *_: None,
-            clock_ns=lambda: clock.now_ns,
             later=lambda s, look: clock.after(round(s * 1e9), look),
         )
-        limit = settings.max_queued_requests
-        self._siblings = SiblingAdmitter(self._placer, self._admission, limit, shell)
         policy = POLICIES.get(setup.policy)
         self._policy = policy and PolicyPlacement(policy, index, self._book, draw)
         self._attempt_of = partial(

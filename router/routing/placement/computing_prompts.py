@@ -153,20 +153,17 @@ class ComputingPrompts:
                 held[incarnation] = max(held.get(incarnation, 0), blocks)
         return max(held.values(), default=0) > most
 
+    def has(self, prompt: ComputingPrompt, blocks: int) -> bool:
+        """Return whether the worker of a prompt has its first ``blocks``: a hash covers all."""
+        last = prompt.hashes[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES]
+        return prompt.worker.incarnation in self._index.prefixes(last)
+
     def there(self, prompt: ComputingPrompt) -> int:
         """Return how many leading blocks of a prompt its worker has, as far as events report."""
         return self._index.prefixes(prompt.hashes).get(prompt.worker.incarnation, 0)
 
 
-class AwaitedPrefix(NamedTuple):
-    """Request that computes a prefix, and the sibling's tokens that are left to compute then."""
-
-    request_id: str
-    rest_tokens: int
-
-
-@dataclass(slots=True, kw_only=True)
-class _Wait:
+class SiblingWait(NamedTuple):
     """Wait of a sibling for ``blocks`` of a prompt, of which ``there`` were computed when asked.
 
     It waits since ``since_ns``, when computing itself would have taken ``own_ns``. From
@@ -188,7 +185,7 @@ class SiblingWaits:
     def __init__(self, computing: ComputingPrompts, limit: int) -> None:
         self._computing = computing
         self._limit = limit
-        self._waits: dict[str, _Wait] = {}
+        self._waits: dict[str, SiblingWait] = {}
 
     def leave(self, request_id: str) -> bool:
         """Forget a request that is placed or has ended; return whether it waited."""
@@ -196,7 +193,7 @@ class SiblingWaits:
 
     def ask(
         self, request: GenerationRequest, chosen: Candidate, hashes: bytes, now_ns: int
-    ) -> AwaitedPrefix | None:
+    ) -> SiblingWait | None:
         """Return what the request waits for; None: it is to be placed.
 
         ``chosen`` is its cheapest placement. One that waits already is asked again.
@@ -206,88 +203,67 @@ class SiblingWaits:
             return None
         if before is None and len(self._waits) >= self._limit:
             return None
-        if before is not None and self._may_be_there(before, request, chosen, now_ns):
-            return _awaited(before, request, chosen)
-        given_up: tuple[ComputingPrompt, ...] = ()
-        own_ns = now_own_ns = round(chosen.terms.first_token_s * (1 + FIT_SPREAD) * 1e9)
+        if before is not None and _may_be_there(before, request, chosen, now_ns):
+            return before
+        own_ns = first_own_ns = round(chosen.terms.first_token_s * (1 + FIT_SPREAD) * 1e9)
         since_ns = now_ns
+        given_up = before.given_up if before is not None else ()
         if before is not None:
-            given_up = before.given_up
             if self._is_in_vain(before, now_ns):
                 given_up += (before.prompt,)
-            if not self._has_failed(before):
+            if before.prompt in self._computing or before.prompt.computed_ns:  # it has not failed
                 since_ns = before.since_ns
-                own_ns = before.own_ns
-        best: _Wait | None = None
+                first_own_ns = before.own_ns
+        best: SiblingWait | None = None
         most_saved_s = 0.0
         for prompt, blocks in self._computing.shared(hashes):
-            there = self._computing.there(prompt)
-            if there >= blocks or prompt in given_up:
+            own_s = _own_s(chosen, len(request.prompt), blocks) * (1 + FIT_SPREAD)
+            if own_s <= most_saved_s or prompt in given_up or self._computing.has(prompt, blocks):
                 continue
-            own_part_s = _own_s(chosen, len(request.prompt), blocks) * (1 + FIT_SPREAD)
+            there = self._computing.there(prompt)
             left_s = prompt.left_s(blocks, there, now_ns)
+            saved_s = own_s - left_s
             is_same = before is not None and before.prompt is prompt
-            most_waits = _MOST_WAITS if is_same or prompt.pulls else 1.0
-            in_time = now_ns + left_s * 1e9 <= since_ns + most_waits * own_ns
-            if in_time and own_part_s - left_s > most_saved_s:
-                most_saved_s = own_part_s - left_s
-                best = _Wait(
-                    prompt=prompt,
-                    blocks=blocks,
-                    there=there,
-                    since_ns=since_ns,
-                    own_ns=own_ns,
-                    until_ns=now_ns + now_own_ns,
-                    given_up=given_up,
+            last_ns = since_ns + first_own_ns * (_MOST_WAITS if is_same or prompt.pulls else 1)
+            if saved_s > most_saved_s and now_ns + left_s * 1e9 <= last_ns:
+                most_saved_s = saved_s
+                until_ns = now_ns + own_ns
+                best = SiblingWait(
+                    prompt, blocks, there, since_ns, first_own_ns, until_ns, given_up
                 )
-        if best is None:
-            return None
-        self._waits[request.request_id] = best
-        return _awaited(best, request, chosen)
+        if best is not None:
+            self._waits[request.request_id] = best
+        return best
 
-    def _may_be_there(
-        self, wait: _Wait, request: GenerationRequest, chosen: Candidate, now_ns: int
-    ) -> bool:
-        """Return whether blocks were just computed that the cheapest placement computes again.
-
-        The last report of their worker still shows the prompt in its queue.
-        """
-        computed_ns = wait.prompt.computed_ns
-        if not computed_ns or now_ns - computed_ns >= _REPORTED_NS or chosen.links:
-            return False
-        return _own_s(chosen, len(request.prompt), wait.blocks) > 0
-
-    def _is_in_vain(self, wait: _Wait, now_ns: int) -> bool:
+    def _is_in_vain(self, wait: SiblingWait, now_ns: int) -> bool:
         """Return whether time is up for a prompt that makes no progress, or not enough."""
         if wait.prompt not in self._computing or now_ns < wait.until_ns:
             return False
-        if now_ns >= wait.since_ns + _MOST_WAITS * wait.own_ns:
-            return True
-        return self._computing.there(wait.prompt) <= wait.there
-
-    def _has_failed(self, wait: _Wait) -> bool:
-        """Return whether a prompt has ended, or begun anew, without the awaited blocks."""
-        gone = wait.prompt not in self._computing and not wait.prompt.computed_ns
-        return gone and self._computing.there(wait.prompt) < wait.blocks
+        too_late = now_ns >= wait.since_ns + _MOST_WAITS * wait.own_ns
+        return too_late or self._computing.there(wait.prompt) <= wait.there
 
     def due(self, now_ns: int) -> list[str]:
         """Return the requests that are to be asked again."""
-        there: dict[ComputingPrompt, int] = {}
-        due = []
-        for request_id, wait in self._waits.items():
-            prompt = wait.prompt
-            if prompt in self._computing and now_ns < wait.until_ns:
-                if prompt not in there:
-                    there[prompt] = self._computing.there(prompt)
-                if there[prompt] < wait.blocks:
-                    continue
-            due.append(request_id)
-        return due
+        return [
+            request_id
+            for request_id, wait in self._waits.items()
+            if wait.prompt not in self._computing
+            or now_ns >= wait.until_ns
+            or self._computing.has(wait.prompt, wait.blocks)
+        ]
 
 
-def _awaited(wait: _Wait, request: GenerationRequest, chosen: Candidate) -> AwaitedPrefix:
-    held = wait.blocks * chosen.computes.block_tokens
-    return AwaitedPrefix(wait.prompt.request_id, max(len(request.prompt) - held, 1))
+def _may_be_there(
+    wait: SiblingWait, request: GenerationRequest, chosen: Candidate, now_ns: int
+) -> bool:
+    """Return whether blocks were just computed that the cheapest placement computes again.
+
+    The last report of their worker still shows the prompt in its queue.
+    """
+    computed_ns = wait.prompt.computed_ns
+    if not computed_ns or now_ns - computed_ns >= _REPORTED_NS or chosen.links:
+        return False
+    return _own_s(chosen, len(request.prompt), wait.blocks) > 0
 
 
 def _own_s(chosen: Candidate, prompt_tokens: int, blocks: int) -> float:

@@ -2,7 +2,7 @@
 
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic_ns
@@ -17,11 +17,7 @@ from baton.wire.compatibility import external_engine
 from router.request import GenerationRequest
 from router.routing.placement.block_table import Hashes, packed
 from router.routing.placement.booked_load import Booking, LoadBook
-from router.routing.placement.computing_prompts import (
-    LEAST_S,
-    ComputingPrompts,
-    is_soon_there,
-)
+from router.routing.placement.computing_prompts import LEAST_S, ComputingPrompts, is_soon_there
 from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import (
     PAIRED_OF_A_ROLE,
@@ -35,12 +31,7 @@ from router.routing.placement.prefix_sources import Source
 from router.routing.placement.pricing import Asked
 from router.routing.placement.prompt_hashes import HashSeedCache, prompt_hashes
 from router.routing.placement.resident_sessions import ResidentSessions
-from router.routing.placement.shortlist import (
-    Described,
-    PricedPlacements,
-    PromptToPlace,
-    Shortlist,
-)
+from router.routing.placement.shortlist import Described, PromptToPlace, Shortlist
 from router.routing.placement.worker_columns import Workers
 from router.routing.placement.worker_load import NO_TIERS, LoadReader, Rates, Reports, loads_of
 from router.routing.workers.slot import WorkerSlot
@@ -117,7 +108,7 @@ class Placer:
         self._news = workers.news()
         self._reports = Reports()
         self._crowding = Crowding()
-        self._clock_ns = clock_ns
+        self.clock_ns = clock_ns
         self._random = random_source or random.Random()
         self._shortlist = Shortlist(self._reports, self._crowding, self._random.getrandbits(32))
         self._hashes_of = hashes_of or partial(prompt_hashes, seeds=self._seeds)
@@ -221,7 +212,7 @@ class Placer:
             UnavailableError: No ready worker can serve the request in its mode.
         """
         request = self._on_one_engine(request)
-        now_ns = self._clock_ns()
+        now_ns = self.clock_ns()
         rates = self._shortlist.update(self._workers, now_ns, self._news)
         usable = self._shortlist.usable
         if not usable:
@@ -318,11 +309,13 @@ class Placer:
             bisect_left(placed.costs_s, placed.costs_s[0] + self._settings.tie_s)
         )
         if may_spread and prompt.cached_blocks:
-            ties = self._with_few_sessions(placed, compared[0], prompt.cached_blocks) or ties
+            workers = [placement.computes.slot.worker_id for placement in placed]
+            priced = zip(workers, placed.costs_s, strict=True)
+            ties = self._with_few_sessions(priced, compared[0], prompt.cached_blocks) or ties
         return compared[self._random.choice(ties)], compared
 
     def _with_few_sessions(
-        self, placed: PricedPlacements, cheapest: Candidate, cached_blocks: int
+        self, priced: Iterable[tuple[str, float]], cheapest: Candidate, cached_blocks: int
     ) -> list[int]:
         """Return the best placements of a session's first turn, if later turns count as well.
 
@@ -331,12 +324,10 @@ class Placer:
         tokens = cached_blocks * cheapest.computes.block_tokens
         if cheapest.computes.prompt_s(tokens, context_tokens(0, tokens)) < LEAST_S:
             return []
-        workers = [placement.computes.slot.worker_id for placement in placed]
-        delays = self._sessions.expected_delays(workers)
+        workers, alone_s = zip(*priced, strict=True)
         turn_s = cheapest.terms.compute_s
-        costs_s = [
-            cost_s + turn_s * delay for cost_s, delay in zip(placed.costs_s, delays, strict=True)
-        ]
+        delays = zip(alone_s, self._sessions.expected_delays(workers), strict=True)
+        costs_s = [cost_s + turn_s * turns for cost_s, turns in delays]
         limit_s = min(costs_s) + self._settings.tie_s
         return [index for index, cost_s in enumerate(costs_s) if cost_s < limit_s]
 

@@ -8,6 +8,7 @@ common prefix looks idle and free, and gets all new ones. Their number is the lo
 """
 
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from router.routing.placement.block_table import HASH_BYTES
@@ -63,7 +64,7 @@ class ResidentSessions:
             if not self._count[turn.worker_id]:
                 del self._count[turn.worker_id]
 
-    def expected_delays(self, workers: list[str]) -> list[float]:
+    def expected_delays(self, workers: Sequence[str]) -> list[float]:
         """Return by how many turns a new session at each of some workers will be delayed.
 
         A copy of the common prefix at another worker serves as many sessions as would be delayed,

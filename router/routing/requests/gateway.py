@@ -35,7 +35,7 @@ from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
 from router.routing.peers.shares import Shares
 from router.routing.peers.work_counter import WorkCounter
-from router.routing.placement.computing_prompts import AwaitedPrefix
+from router.routing.placement.computing_prompts import SiblingWait
 from router.routing.placement.placer import Placer, Quote
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.requests.active_request import ActiveRequest, Wakeup, as_error
@@ -43,7 +43,7 @@ from router.routing.requests.dispatch import Dispatcher
 from router.routing.requests.history import KeptRecords
 from router.routing.requests.observer import Observer
 from router.routing.requests.record import RequestRecord
-from router.routing.requests.sibling_admitter import SiblingAdmitter, SiblingShell
+from router.routing.requests.sibling_admitter import SiblingAdmitter
 from router.routing.requests.slo_admitter import SloAdmitter
 from router.routing.requests.tickets import Tickets
 from router.routing.workers.link import LinkListener
@@ -87,14 +87,13 @@ class Gateway:
         self._slo = SloAdmitter(
             settings, self.workers, self.placer, self.admission, self._admit, self.finish
         )
-        shell = SiblingShell(
-            admit=self._judge,
-            begins=self._waits_for_prefix,
-            clock_ns=monotonic_ns,
+        self._siblings = SiblingAdmitter(
+            self.placer,
+            self.admission,
+            self._judge,
+            self._waits_for_prefix,
             later=lambda s, look: asyncio.get_running_loop().call_later(s, look),
         )
-        limit = settings.max_queued_requests
-        self._siblings = SiblingAdmitter(self.placer, self.admission, limit, shell)
         self._dispatcher = Dispatcher(core, self.workers, self.placer, observer, self.router_id)
         self.active: dict[str, ActiveRequest] = {}
         self._shadows: dict[str, ActiveRequest] = {}  # copies that run, the oldest first
@@ -218,9 +217,10 @@ class Gateway:
         head = self.admission.head if self.settings.starts_from_zero else None
         return head is not None and self.placer.awaits_start(self.active[head.request_id].request)
 
-    def _waits_for_prefix(self, active: ActiveRequest, awaited: AwaitedPrefix) -> None:
-        self.work.placed(active.id, awaited.rest_tokens)
-        active.record.note(f"waits for the prefix of {awaited.request_id}", monotonic_ns())
+    def _waits_for_prefix(self, active: ActiveRequest, wait: SiblingWait) -> None:
+        held = wait.blocks * wait.prompt.worker.block_tokens
+        self.work.placed(active.id, max(len(active.request.prompt) - held, 1))
+        active.record.note(f"waits for the prefix of {wait.prompt.request_id}", monotonic_ns())
         self.observer.waits_for_prefix()
 
     def _judge(self, active: ActiveRequest, entry: Waiting, quote: Quote | None) -> None:

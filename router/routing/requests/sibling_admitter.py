@@ -4,36 +4,18 @@ It has no clock and no event loop of its own, so that the simulator runs it as w
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from router.request import GenerationRequest
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
-from router.routing.placement.computing_prompts import AwaitedPrefix, SiblingWaits
+from router.routing.placement.computing_prompts import SiblingWait, SiblingWaits
 from router.routing.placement.placer import Placer, Quote
 
 _LOOK_S = 0.02  # between two looks at the prefix index
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SiblingShell(Generic[T]):
-    """What a ``SiblingAdmitter`` does to the rest of its router.
-
-    Attributes:
-        admit: Places a request; without a quote, placement chooses anew.
-        begins: Called when a request begins to wait.
-        clock_ns: Returns the time.
-        later: Calls a function after some seconds.
-    """
-
-    admit: Callable[[T, Waiting, Quote | None], None]
-    begins: Callable[[T, AwaitedPrefix], None]
-    clock_ns: Callable[[], int]
-    later: Callable[[float, Callable[[], None]], object]
 
 
 class _Waiter(NamedTuple, Generic[T]):
@@ -43,15 +25,28 @@ class _Waiter(NamedTuple, Generic[T]):
 
 
 class SiblingAdmitter(Generic[T]):
-    """Requests that wait for a prefix, at most ``limit``; they hold no place of the window."""
+    """Requests that wait for a prefix. They hold no place of the window.
+
+    Args:
+        admit: Places a request; without a quote, placement chooses anew.
+        begins: Called when a request begins to wait.
+        later: Calls a function after some seconds.
+    """
 
     def __init__(
-        self, placer: Placer, admission: Admission, limit: int, shell: SiblingShell[T]
+        self,
+        placer: Placer,
+        admission: Admission,
+        admit: Callable[[T, Waiting, Quote | None], None],
+        begins: Callable[[T, SiblingWait], None],
+        later: Callable[[float, Callable[[], None]], object],
     ) -> None:
         self._placer = placer
         self._admission = admission
-        self._shell = shell
-        self._waits = SiblingWaits(placer.computing, limit)
+        self._admit = admit
+        self._begins = begins
+        self._later = later
+        self._waits = SiblingWaits(placer.computing, admission.max_waiting)
         self._waiting: dict[str, _Waiter[T]] = {}
         self._looks = False
 
@@ -76,27 +71,27 @@ class SiblingAdmitter(Generic[T]):
                 quote = None
         if quote is not None and self._placer.computing:
             cheapest = quote.placement.candidates[0]
-            now_ns = self._shell.clock_ns()
-            awaited = self._waits.ask(request, cheapest, quote.hashes, now_ns)
-            if awaited is not None:
+            now_ns = self._placer.clock_ns()
+            wait = self._waits.ask(request, cheapest, quote.hashes, now_ns)
+            if wait is not None:
                 if not waits:
                     self._waiting[request.request_id] = _Waiter(sibling, request, entry)
                     self._admission.withdraw(entry)
-                    self._shell.begins(sibling, awaited)
+                    self._begins(sibling, wait)
                 self._look_later()
                 return
         if self.leave(request.request_id):
             self._admission.resume(entry)
-        self._shell.admit(sibling, entry, quote)
+        self._admit(sibling, entry, quote)
 
     def _look_later(self) -> None:
         if not self._looks:
             self._looks = True
-            self._shell.later(_LOOK_S, self._look)
+            self._later(_LOOK_S, self._look)
 
     def _look(self) -> None:
         self._looks = False
-        for request_id in self._waits.due(self._shell.clock_ns()):
+        for request_id in self._waits.due(self._placer.clock_ns()):
             if waiter := self._waiting.get(request_id):  # the end of another may have placed it
                 self.admit(*waiter)
         if self._waiting:

@@ -84,7 +84,7 @@ def fleet():
 
 def test_a_sibling_waits_until_the_blocks_that_it_shares_are_there(fleet):
     awaited = fleet.ask()
-    assert awaited == ("first", 20 * BLOCK_TOKENS + 1)
+    assert (awaited.prompt.request_id, awaited.blocks) == ("first", SHARED)
     assert fleet.due(1.0) == []
     fleet.store(SHARED - 1)
     assert fleet.due(SHARED_S) == []
@@ -189,7 +189,7 @@ def test_a_second_sibling_waits_for_a_pull_in_place_of_pulling_too(fleet):
     assert source.links
     assert fleet.ask(chosen=source) is None
     assert fleet.computing.begin("s", OTHER, source, 0)
-    assert fleet.ask("t", chosen=source, hashes=PROMPT).request_id == "s"
+    assert fleet.ask("t", chosen=source, hashes=PROMPT).prompt.request_id == "s"
     fleet.stored = 0
     fleet.store(SHARED, worker="b")
     assert fleet.due(0.01) == ["t"]
@@ -197,7 +197,7 @@ def test_a_second_sibling_waits_for_a_pull_in_place_of_pulling_too(fleet):
 
 def test_it_waits_for_the_prompt_that_saves_most(fleet):
     fleet.computing.begin("ahead", PROMPT, placed("c", cached=300), 0)
-    assert fleet.ask().request_id == "ahead"
+    assert fleet.ask().prompt.request_id == "ahead"
 
 
 def test_blocks_count_at_the_worker_that_computes_them_and_not_where_they_are_pulled(fleet):
