@@ -59,8 +59,7 @@ class LiveRequest:
         hashes: Names of the prompt's whole blocks, without its last token.
         generated: Tokens of the current run, by choice.
         sufficed: Choices that were ended here, as the server sent more tokens than were asked for.
-        expected_tokens: Prompt tokens that were expected to be cached, without KV events.
-        used_before: When the blocks of these tokens had been used.
+        expected: Uses of the blocks that were expected to be cached, without KV events.
     """
 
     def __init__(
@@ -76,8 +75,7 @@ class LiveRequest:
         self.hashes = hashes
         self.generated: dict[int, list[int]] = {}
         self.sufficed: set[int] = set()
-        self.expected_tokens = 0
-        self.used_before: tuple[int, ...] = ()
+        self.expected: tuple[int, ...] = ()
         self.run = 0
         self.generation = generation
         self.loading: set[int] = set()
