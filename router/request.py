@@ -87,6 +87,9 @@ class GenerationRequest:
         part_of: Id of the call, if it has several prompts or inputs, which are requests each.
         key_id: Id of the caller's API key.
         routed: Model that answers; None for probes.
+        past_baton: Whether a gateway sends it, as the client did, to the server that is chosen.
+            Then ``cache_scope`` is the client's salt, and reports of workers do not show it.
+        among: Workers that may serve it; None: all.
     """
 
     request_id: str
@@ -117,6 +120,8 @@ class GenerationRequest:
     part_of: str = ""
     key_id: str = ""
     routed: Routed | None = None
+    past_baton: bool = False
+    among: frozenset[str] | None = None
 
     @property
     def answer_id(self) -> str:
