@@ -1,0 +1,119 @@
+"""gRPC server of the endpoint picker: Envoy's external processing, and health."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from batonpb import ext_proc_pb2_grpc as pb_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from baton.addresses import join_address
+from baton.config.watched_files import WatchedFiles
+from baton.telemetry.tasks import BackgroundTasks
+from baton.types.errors import BatonError
+from router.endpoint_picker.gateway_stream import GatewayStream, Reply
+from router.endpoint_picker.picker import Picked, Picker
+from router.frontend.api.messages.errors import MESSAGES_ERRORS
+from router.frontend.errors import OPENAI_ERRORS, error_response, new_id
+from router.process import Process
+
+_READINESS = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
+_LOOK_S = 0.1
+_STOP_S = 2.0
+_LONGEST_MESSAGE = 4  # times the largest body, which is refused with a reason up to here
+_CLIENT_GONE = 499
+
+
+class PickerServer:
+    """Endpoint picker of a router's process, whose settings have the port."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._picker = Picker(process)
+        self._tasks = BackgroundTasks("endpoint picker", process.observer.task_failed)
+        self._health = health.aio.HealthServicer()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Serve within the context, at whose end placed requests get their time to end."""
+        settings = self._process.settings
+        most_bytes = _LONGEST_MESSAGE * settings.max_body_bytes
+        server = grpc.aio.server(
+            options=[("grpc.max_receive_message_length", most_bytes)],
+            maximum_concurrent_rpcs=settings.clients.max_connections,
+        )
+        pb_grpc.add_ExternalProcessorServicer_to_server(self, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        address = join_address(settings.host, settings.picker_port)
+        if settings.picker_tls:
+            server.add_secure_port(address, _credentials(*settings.picker_tls))
+        else:
+            server.add_insecure_port(address)
+        following = self._tasks.keep(self._show_health, "health")
+        await server.start()
+        try:
+            yield
+        finally:
+            following.cancel()
+            await self._health.enter_graceful_shutdown()
+            stopping = self._process.lanes.first.gateway.stopping
+            await server.stop(_STOP_S if stopping else settings.default_timeout_s)
+            await self._tasks.close()
+
+    async def _show_health(self) -> None:
+        states = health_pb2.HealthCheckResponse
+        await self._health.set("liveness", states.SERVING)
+        while True:
+            state = states.SERVING if self._picker.is_ready else states.NOT_SERVING
+            for name in _READINESS:
+                await self._health.set(name, state)
+            await asyncio.sleep(_LOOK_S)
+
+    async def Process(self, messages: Any, context: Any) -> None:  # noqa: N802 - gRPC's name
+        """Follow one request of a gateway."""
+        stream = GatewayStream(self._process.settings.max_body_bytes)
+        picked: Picked | None = None
+        error: BatonError | None = None
+        try:
+            async for message in messages:
+                try:
+                    replies = stream.receive(message)
+                    if replies is None:
+                        picked = await self._picker.pick(stream)
+                        replies = stream.chosen(picked.endpoint)
+                except BatonError as refusal:
+                    error = refusal
+                    replies = _refused(stream, error)
+                for reply in replies:
+                    await context.write(reply)
+                if picked is not None:
+                    picked.follow(stream)
+        finally:
+            if picked is not None:
+                picked.end(stream)
+            status = error.status if error is not None else stream.status or _CLIENT_GONE
+            self._process.observer.answered("picker", status, "all")
+            if error is not None:
+                self._process.metrics.inc("baton_rejections", code=error.code, tenant="all")
+
+
+def _refused(stream: GatewayStream, error: BatonError) -> list[Reply]:
+    """Return the replies of an error in the format of the API that was called."""
+    shape = MESSAGES_ERRORS if stream.path == "/v1/messages" else OPENAI_ERRORS
+    response = error_response(error, new_id(), shape)
+    headers = {name: value for name, value in response.headers.items() if name != "content-length"}
+    return stream.refused(response.status_code, headers, bytes(response.body))
+
+
+def _credentials(certificate: str, key: str) -> grpc.ServerCredentials:
+    """Return the credentials of a certificate, which is read again when its files change."""
+
+    def read() -> grpc.ServerCertificateConfiguration:
+        pair = (Path(key).read_bytes(), Path(certificate).read_bytes())
+        return grpc.ssl_server_certificate_configuration([pair])
+
+    files = WatchedFiles((certificate, key), read)
+    return grpc.dynamic_ssl_server_credentials(files.current, lambda: files.current)
