@@ -31,6 +31,8 @@ from baton.telemetry.tasks import BackgroundTasks
 
 VERSION = "0.32.0"
 GENERATE = "/inference/v1/generate"
+OF_CLIENTS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+"""Paths whose bodies clients send past Baton. A prompt of text has a token for each byte."""
 
 
 @dataclass(kw_only=True)
@@ -98,7 +100,7 @@ class EmulatedCache:
                         "parent_block_hash": parent,
                         "token_ids": list(tokens[at * size : (at + 1) * size]),
                         "block_size": size,
-                        "extra_keys": [[salt] if not at else None],
+                        "extra_keys": [[salt] if salt and not at else None],
                     }
                 )
         for name in reversed(names):
@@ -140,6 +142,7 @@ class EmulatedVllm:
         ]
         if "--enable-scale-out" not in emulation.missing:
             routes.append(Route(GENERATE, self._generate, methods=["POST"]))
+        routes += [Route(path, self._complete, methods=["POST"]) for path in OF_CLIENTS]
         self.app = Starlette(routes=routes, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
@@ -222,6 +225,20 @@ class EmulatedVllm:
         whole = {"index": 0, "token_ids": ids, "finish_reason": "length"}
         return JSONResponse({"choices": [whole], "usage": chunks[-1]["usage"]})
 
+    async def _complete(self, request: Request) -> Response:
+        """Respond to a client past Baton, in the form of completions, with usage."""
+        await self._hang()
+        body = msgspec.json.decode(await request.body())
+        prompt = body.get("prompt")
+        ids = prompt if isinstance(prompt, list) else list(msgspec.json.encode(prompt or body))
+        asked = {"max_tokens": body.get("max_tokens", 16)}
+        inner = {"token_ids": ids, "sampling_params": asked, "cache_salt": body.get("cache_salt")}
+        self.bodies.append(body)
+        if body.get("stream"):
+            return StreamingResponse(self._stream(inner), media_type="text/event-stream")
+        chunks = [chunk async for chunk in self._chunks(inner)]
+        return JSONResponse({"choices": [], "usage": chunks[-1]["usage"]})
+
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
         self.running += 1
         try:
@@ -272,7 +289,10 @@ class EmulatedVllm:
             await asyncio.sleep(one.token_s)
         self.cache.store(salt, tokens[:-1])
         details = {"cached_tokens": cached}
-        usage: dict[str, Any] = {"prompt_tokens": len(body["token_ids"])}
+        usage: dict[str, Any] = {
+            "prompt_tokens": len(body["token_ids"]),
+            "completion_tokens": count,
+        }
         if "--enable-prompt-tokens-details" not in one.missing:
             usage["prompt_tokens_details"] = details
         yield {"choices": [], "usage": usage}
@@ -331,6 +351,7 @@ async def main() -> None:
     parser.add_argument("--prefill-tokens-per-s", type=float, default=20_000.0)
     parser.add_argument("--token-s", type=float, default=0.005)
     parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--model", default="smol")
     options = parser.parse_args()
     for port in options.ports:
         emulation = Emulation(
@@ -339,6 +360,7 @@ async def main() -> None:
             prefill_tokens_per_s=options.prefill_tokens_per_s,
             token_s=options.token_s,
             max_model_len=options.max_model_len,
+            model=options.model,
             events_port=port + 1000 if options.events else 0,
         )
         print(await EmulatedServer(emulation, port).start(), os.getpid(), flush=True)

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import uuid
@@ -23,6 +22,7 @@ import pytest
 
 from baton.engine.remote.http import HttpOrigin
 from tests.fleet.test_up import Served, wait_for
+from tests.registry.redis_servers import free_ports
 from tests.vllm.places import ARGS, MODEL, PYTHON
 from tests.vllm.test_fleet import Fleet, load
 
@@ -93,14 +93,6 @@ class Attached(NamedTuple):
     fleet: Fleet
     events: Server
     silent: Server
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 @pytest.fixture(scope="module")
