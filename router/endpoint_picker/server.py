@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -11,9 +10,9 @@ from batonpb import ext_proc_pb2_grpc as pb_grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.addresses import join_address
-from baton.config.watched_files import WatchedFiles
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import BatonError
+from baton.wire.grpc_options import listen_for_gateways
 from router.endpoint_picker.gateway_stream import GatewayStream, Reply
 from router.endpoint_picker.picker import Picked, Picker
 from router.frontend.api.messages.errors import MESSAGES_ERRORS
@@ -22,7 +21,6 @@ from router.process import Process
 
 _READINESS = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
 _LOOK_S = 0.1
-_STOP_S = 2.0
 _LONGEST_MESSAGE = 4  # times the largest body, which is refused with a reason up to here
 _CLIENT_GONE = 499
 
@@ -48,10 +46,7 @@ class PickerServer:
         pb_grpc.add_ExternalProcessorServicer_to_server(self, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         address = join_address(settings.host, settings.picker_port)
-        if settings.picker_tls:
-            server.add_secure_port(address, _credentials(*settings.picker_tls))
-        else:
-            server.add_insecure_port(address)
+        listen_for_gateways(server, address, *settings.picker_tls)
         following = self._tasks.keep(self._show_health, "health")
         await server.start()
         try:
@@ -60,7 +55,7 @@ class PickerServer:
             following.cancel()
             await self._health.enter_graceful_shutdown()
             stopping = self._process.lanes.first.gateway.stopping
-            await server.stop(_STOP_S if stopping else settings.default_timeout_s)
+            await server.stop(None if stopping else settings.default_timeout_s)
             await self._tasks.close()
 
     async def _show_health(self) -> None:
@@ -106,14 +101,3 @@ def _refused(stream: GatewayStream, error: BatonError) -> list[Reply]:
     response = error_response(error, new_id(), shape)
     headers = {name: value for name, value in response.headers.items() if name != "content-length"}
     return stream.refused(response.status_code, headers, bytes(response.body))
-
-
-def _credentials(certificate: str, key: str) -> grpc.ServerCredentials:
-    """Return the credentials of a certificate, which is read again when its files change."""
-
-    def read() -> grpc.ServerCertificateConfiguration:
-        pair = (Path(key).read_bytes(), Path(certificate).read_bytes())
-        return grpc.ssl_server_certificate_configuration([pair])
-
-    files = WatchedFiles((certificate, key), read)
-    return grpc.dynamic_ssl_server_credentials(files.current, lambda: files.current)
