@@ -82,10 +82,10 @@ class PickerServer:
                 except BatonError as refusal:
                     error = refusal
                     replies = _refused(stream, error)
+                if picked is not None:
+                    picked.follow(stream)  # before the last reply, after which the gateway leaves
                 for reply in replies:
                     await context.write(reply)
-                if picked is not None:
-                    picked.follow(stream)
         finally:
             if picked is not None:
                 picked.end(stream)
