@@ -152,7 +152,7 @@ def test_texts_of_all_apis_are_rendered_to_find_their_prefix(rig: Rig) -> None:
     """The first turn is sent to the server without events; Baton chooses for the next ones."""
     fields = {"chat/completions": "messages", "messages": "messages", "responses": "input"}
     fields["completions"] = "prompt"
-    story = "The lighthouse stands at the end of the world. " * 300
+    story = "The lighthouse stands at the end of the world. " * 100
 
     def ask(path: str, *texts: str, **headers: str) -> str:
         turns = [
