@@ -118,11 +118,7 @@ class Picked:
 
 
 def _among(lane: Lane, subset: tuple[str, ...] | None) -> frozenset[str] | None:
-    """Return the ids of the usable workers in a subset; None if it has all of them.
-
-    Raises:
-        UnavailableError: It has none of them.
-    """
+    """Return the ids of the usable workers in a subset, of one at least; None if it has all."""
     usable = lane.gateway.workers.usable
     if subset is None or not usable:
         return None

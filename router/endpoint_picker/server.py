@@ -19,7 +19,7 @@ from router.frontend.api.messages.errors import MESSAGES_ERRORS
 from router.frontend.errors import OPENAI_ERRORS, error_response, new_id
 from router.process import Process
 
-_READINESS = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
+_READINESS = ("", "readiness", "inference-extension", "envoy.service.ext_proc.v3.ExternalProcessor")
 _LOOK_S = 0.1
 _LONGEST_MESSAGE = 4  # times the largest body, which is refused with a reason up to here
 _CLIENT_GONE = 499
@@ -40,7 +40,10 @@ class PickerServer:
         settings = self._process.settings
         most_bytes = _LONGEST_MESSAGE * settings.max_body_bytes
         server = grpc.aio.server(
-            options=[("grpc.max_receive_message_length", most_bytes)],
+            options=[
+                ("grpc.max_receive_message_length", most_bytes),
+                ("grpc.http2.min_ping_interval_without_data_ms", 1000),  # of gateways
+            ],
             maximum_concurrent_rpcs=settings.clients.max_connections,
         )
         pb_grpc.add_ExternalProcessorServicer_to_server(self, server)

@@ -339,6 +339,7 @@ def test_gateway_and_picker_may_be_restarted(rig: Rig) -> None:
         assert upstream(rig.ask(prompt)) == rig.speaking.name
 
 
+@pytest.mark.costly
 def test_a_stop_lets_streams_end_and_takes_no_more(rig: Rig) -> None:
     """It is the last test: nothing picks afterwards."""
     with open_stream(rig, 400) as stream:
