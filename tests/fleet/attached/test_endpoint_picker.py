@@ -202,14 +202,18 @@ def test_a_stream_comes_as_the_server_sends_it(rig: Rig) -> None:
     assert arrivals[-1] - arrivals[0] > 0.4  # nothing is held back
 
 
-def test_a_client_that_leaves_ends_the_request(rig: Rig) -> None:
+def test_a_client_that_leaves_takes_its_load_along(rig: Rig) -> None:
     def ended() -> float:
         return rig.metric("baton_requests_total", endpoint="picker")
 
     before = ended()
-    with open_stream(rig, 2000) as stream:  # ten seconds
-        next(stream.iter_lines())
-    wait_for(lambda: ended() > before, 3)
+    with contextlib.ExitStack() as stack:
+        for _ in range(16):  # ten seconds each
+            stack.enter_context(open_stream(rig, 2000, rig.silent))
+        assert upstream(rig.ask(tokens(32))) == rig.speaking.name
+    wait_for(lambda: ended() >= before + 17, 3)
+    chosen = {upstream(rig.ask(tokens(32))) for _ in range(12)}
+    assert chosen == {server.name for server in rig.servers}
 
 
 def test_the_usage_corrects_what_is_known_of_a_server_without_events(rig: Rig) -> None:
