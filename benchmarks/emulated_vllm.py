@@ -38,6 +38,8 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 STRANGER = "stranger"
 """Cache salt of prompts that are not counted."""
+OF_CLIENTS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+"""Paths whose bodies clients send past Baton. A prompt of text has a token for each byte."""
 
 
 @dataclass(kw_only=True)
@@ -172,6 +174,8 @@ class EmulatedVllm:
             routes.append(Route(CHAT, self._complete, methods=["POST"]))
             routes.append(Route(f"{COMPLETIONS}/render", self._render, methods=["POST"]))
             routes.append(Route(f"{CHAT}/render", self._render, methods=["POST"]))
+        else:
+            routes += [Route(path, self._respond, methods=["POST"]) for path in OF_CLIENTS]
         self.app = Starlette(routes=routes, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
@@ -305,6 +309,20 @@ class EmulatedVllm:
         whole = {"index": 0, "token_ids": ids, "finish_reason": "length"}
         return JSONResponse({"choices": [whole], "usage": chunks[-1]["usage"]})
 
+    async def _respond(self, request: Request) -> Response:
+        """Respond to a client past Baton, in the form of completions, with usage."""
+        await self._hang()
+        body = msgspec.json.decode(await request.body())
+        prompt = body.get("prompt")
+        ids = prompt if isinstance(prompt, list) else list(msgspec.json.encode(prompt or body))
+        asked = {"max_tokens": body.get("max_tokens", 16)}
+        inner = {"token_ids": ids, "sampling_params": asked, "cache_salt": body.get("cache_salt")}
+        self.bodies.append(body)
+        if body.get("stream"):
+            return StreamingResponse(self._stream(inner), media_type="text/event-stream")
+        chunks = [chunk async for chunk in self._chunks(inner)]
+        return JSONResponse({"choices": [], "usage": chunks[-1]["usage"]})
+
     async def _stream(
         self, body: dict[str, Any], spelt: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     ) -> AsyncIterator[bytes]:
@@ -376,7 +394,10 @@ class EmulatedVllm:
             await asyncio.sleep(one.token_s)
         self.cache.store(salt, tokens[:-1])
         details = {"cached_tokens": cached}
-        usage: dict[str, Any] = {"prompt_tokens": len(body["token_ids"])}
+        usage: dict[str, Any] = {
+            "prompt_tokens": len(body["token_ids"]),
+            "completion_tokens": count,
+        }
         if "--enable-prompt-tokens-details" not in one.missing:
             usage["prompt_tokens_details"] = details
         yield {"choices": [], "usage": usage}
@@ -445,8 +466,8 @@ async def main() -> None:
             prefill_tokens_per_s=options.prefill_tokens_per_s,
             token_s=options.token_s,
             max_model_len=options.max_model_len,
-            events_port=port + 1000 if options.events else 0,
             model=options.model,
+            events_port=port + 1000 if options.events else 0,
             words=msgspec.json.decode(options.words.read_bytes()) if options.words else {},
         )
         print(await EmulatedServer(emulation, port).start(), os.getpid(), flush=True)

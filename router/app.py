@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
 
+from router.endpoint_picker.server import PickerServer
 from router.frontend import errors
 from router.frontend.api import generation, models
 from router.frontend.api.call_headers import CallHeaders
@@ -46,7 +47,9 @@ def build_app(process: Process) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
-        async with process.running():
+        picks = process.settings.picker_port > 0
+        picker = PickerServer(process).running() if picks else contextlib.nullcontext()
+        async with process.running(), picker:
             if process.sources is not None:
                 GateWatch(process, process.sources.gates).start()
             store = batch.store_of(process)

@@ -92,6 +92,9 @@ class GenerationRequest:
         expected_tokens: Length of the response that the client expects; 0: not given.
         session: Conversation to which the client says that it belongs.
         prompt_change: Where its prompt differs from an earlier one of its session.
+        past_baton: Whether a gateway sends it, as the client did, to the server that is chosen.
+            Then ``cache_scope`` is the client's salt, and reports of workers do not show it.
+        among: Workers that may serve it; None: all.
     """
 
     request_id: str
@@ -125,6 +128,8 @@ class GenerationRequest:
     expected_tokens: int = 0
     session: Session = NO_SESSION
     prompt_change: PromptChange | None = field(default=None, repr=False)
+    past_baton: bool = False
+    among: frozenset[str] | None = None
 
     @property
     def answer_id(self) -> str:

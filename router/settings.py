@@ -28,6 +28,8 @@ class ProcessSettings:
         repair_wait_s: Time for which a request waits until a lost prefill worker is replaced.
         probe_pause_s: Minimum time between two rounds of probes.
         unary_prompt_bytes: Size above which encoded prompts with grammars get a separate RPC.
+        picker_port: gRPC port of the endpoint picker for gateways; 0: there is none.
+        picker_tls: Files of its certificate and key; empty: plain text.
     """
 
     fleet: str = "local"
@@ -55,13 +57,16 @@ class ProcessSettings:
     unary_prompt_bytes: int = 64 * 1024
     max_body_bytes: int = 4 * 1024 * 1024
     kept_records: int = 2048
+    picker_port: int = 0
+    picker_tls: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: FleetConfig, *, port: int | None = None) -> Self:
         """Return the settings for the fleet that ``config`` describes.
 
         The environment has what other users must not read on command lines, and what is of this
-        host: ``BATON_REDIS_URL``, the folder ``BATON_STATE_DIR``, and ``BATON_AUDIT_FILE``.
+        host: ``BATON_REDIS_URL``, the folder ``BATON_STATE_DIR``, ``BATON_AUDIT_FILE``, and of an
+        endpoint picker ``BATON_PICKER`` and ``BATON_PICKER_TLS``.
         """
         environ = os.environ
         return cls(
@@ -76,6 +81,8 @@ class ProcessSettings:
             redis_url=environ.get("BATON_REDIS_URL", ""),
             state_dir=environ.get("BATON_STATE_DIR", ""),
             audit_file=environ.get("BATON_AUDIT_FILE", ""),
+            picker_port=int(environ.get("BATON_PICKER", "0")),
+            picker_tls=tuple(filter(None, environ.get("BATON_PICKER_TLS", "").split(os.pathsep))),
         )
 
     def lane_dir(self, lane_fleet: str) -> Path | None:

@@ -50,6 +50,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     intent: Intent = "serve"
     version: str = ""  # of the code that the worker runs; "" before its first process
     kv_blocks: int = 0  # of its KV pool; 0 while the slot has no process
+    server: str = ""  # address:port of an attached server
+    unseen_block_tokens: int = 0  # of that server, if it caches and sends no KV events
 
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ the cache scope. They select the blocks to erase when a tenant is deleted. Two t
 tag still have different hashes.
 """
 
+import re
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -20,6 +21,7 @@ from baton.types.geometry import BLOCK_TOKENS
 HASH_BYTES = 16
 TAG_BYTES = 4
 KEY = b"baton block name v2"  # part of every hash: it never changes
+_SEED = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
 
 def hash_seed(
@@ -41,6 +43,13 @@ def hash_seed(
         digest.update(len(data).to_bytes(4, "little"))  # lengths keep the fields apart
         digest.update(data)
     return digest.digest()[:-TAG_BYTES] + tag_of(cache_scope.partition("\0")[0])
+
+
+def seed_past_baton(salts: Sequence[str]) -> bytes:
+    """Return the root of the hashes of a request with these cache salts; Baton sends its seed."""
+    for seed in filter(_SEED.fullmatch, salts):
+        return bytes.fromhex(seed)
+    return hash_seed(b"", "past Baton", "", "", "\0".join(("", *salts)))
 
 
 def tag_of(owner: str) -> bytes:

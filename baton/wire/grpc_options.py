@@ -1,9 +1,11 @@
 """Options and TLS of all gRPC channels and servers."""
 
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
+from baton.config.watched_files import WatchedFiles
 from baton.wire.tls import FleetTls
 
 _MESSAGE_BYTES = 16 << 20
@@ -72,3 +74,18 @@ def listen(server: grpc.aio.Server, address: str, tls: FleetTls | None = None) -
     if tls is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, tls.server_credentials())
+
+
+def listen_for_gateways(server: grpc.aio.Server, address: str, *files: str) -> None:
+    """Add a port with the ``files`` of a certificate and its key, read again when they change."""
+    if not files:
+        server.add_insecure_port(address)
+        return
+
+    def read() -> grpc.ServerCertificateConfiguration:
+        certificate, key = (Path(file).read_bytes() for file in files)
+        return grpc.ssl_server_certificate_configuration([(key, certificate)])
+
+    pair = WatchedFiles(files, read)
+    credentials = grpc.dynamic_ssl_server_credentials(pair.current, lambda: pair.current)
+    server.add_secure_port(address, credentials)

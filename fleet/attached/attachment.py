@@ -10,16 +10,22 @@ The server itself is never changed.
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
+import msgspec
+
+from baton.addresses import join_address
 from baton.engine.process.handle import EngineHandle
 from baton.engine.process.link import InnerLink
 from baton.engine.process.messages import Ready
+from baton.engine.process.step_rates import StepRates
 from baton.engine.remote.attached import Endpoints, ServerFacts, ServerKind, UnfitServerError
 from baton.engine.remote.http import HttpOrigin
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import BatonError
+from baton.types.events import StepDone
 from fleet.attached.sources import ServerEntry
 from fleet.worker.settings import WorkerSettings
 from fleet.worker.start import StartContext
@@ -113,10 +119,17 @@ class Attachment:
     async def _serve(self, facts: ServerFacts) -> None:
         """Run one life of the worker."""
         self.epoch += 1
-        settings = self._settings(self.epoch)
         events: Endpoints = self.entry.events or ()
         if self.entry.events is None and self._alone_on_host:
             events = await self._kind.default_events(self.entry.host, facts)
+        loop = asyncio.get_running_loop()
+        port = self._origin.port
+        known = await loop.getaddrinfo(self._origin.host, port, type=socket.SOCK_STREAM)
+        settings = msgspec.structs.replace(
+            self._settings(self.epoch),
+            server=join_address(str(known[0][4][0]), port),
+            unseen_block_tokens=facts.block_tokens * (facts.blocks > 0 and not events),
+        )
         _LOG.info(
             "attaching worker=%s server=%s %s model=%s blocks=%d of %d tokens, KV events: %s",
             settings.worker_id,
@@ -134,7 +147,10 @@ class Attachment:
 
         async def connect(context: StartContext, stack: AsyncExitStack) -> EngineHandle:
             stack.push_async_callback(link.stop)
-            return EngineHandle(link)
+            handle = EngineHandle(link)
+            if "BATON_PICKER" in os.environ:
+                handle.rates = _UnmeasuredRates()
+            return handle
 
         worker = await Worker.start(settings, connect)
         self._show("ready", "")
@@ -180,6 +196,13 @@ class Attachment:
             self.phase = phase
             self.reason = reason
             self._changed()
+
+
+class _UnmeasuredRates(StepRates):
+    """Rates of a server whose requests come past Baton: probes tell nothing of its speed."""
+
+    def add(self, step: StepDone) -> None:
+        """Ignore a step."""
 
 
 async def _end_of(worker: Worker) -> None:

@@ -19,6 +19,7 @@ _PLACES = {
     "capacity": "fleet.cli.capacity:capacity",
     "up": "fleet.cli.lifecycle:up",
     "serve": "fleet.cli.serve:serve",
+    "epp": "fleet.cli.epp:epp",
     "down": "fleet.cli.lifecycle:down",
     "status": "fleet.cli.inspection:status",
     "top": "fleet.cli.top:top",

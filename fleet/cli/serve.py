@@ -48,6 +48,11 @@ def serve(
 
     Example: `baton serve --attach http://gpu-1:8000 --attach http://gpu-2:8000`.
     """
+    lifecycle.up(file=file_of(attach, model, key_file), port=port)
+
+
+def file_of(attach: list[str], model: str | None, key_file: Path | None) -> Path:
+    """Write the fleet file of running vLLM servers, of which the first one is awaited."""
     key = str(key_file.absolute()) if key_file is not None else None
     try:
         servers = [AttachedServer(url=url, key_file=key) for url in dict.fromkeys(attach)]
@@ -75,7 +80,7 @@ def serve(
     }
     file = fleet_state.state_folder(_FLEET) / "fleet.yaml"
     fleet_state.write_whole(file, yaml.safe_dump(config, sort_keys=False).encode())
-    lifecycle.up(file=file, port=port)
+    return file
 
 
 async def _card(origin: HttpOrigin) -> ModelCard:

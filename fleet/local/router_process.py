@@ -31,6 +31,7 @@ _FAILURES = 5  # in a row, of one router
 _START_LIMIT_S = 60.0
 _LOOK_COUNTS_S = 5.0
 _SPAWN_PAUSE_S = 5.0
+_LOOK_DRAINED_S = 0.1
 # gRPC's handlers may crash a child between fork and exec, such as the process that checks grammars
 _NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 _ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
@@ -293,6 +294,13 @@ class RouterProcesses:
     def serving(self, index: int) -> int:
         """Return the process id of the router that serves with this index; 0 if none does."""
         return serving_pid(self._group, index)
+
+    def drain(self, is_hurried: Callable[[], bool]) -> None:
+        """Let requests of gateways end, which a stop of their endpoint picker would cut."""
+        for life in self._all():
+            life.process.send_signal(signal.SIGUSR1)
+        while not (is_hurried() or all(life.ended for life in self._all())):
+            time.sleep(_LOOK_DRAINED_S)
 
     def begin_stop(self) -> None:
         """Stop accepting connections; active requests get until `finish_stop`'s limit."""

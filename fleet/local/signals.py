@@ -31,6 +31,7 @@ class StopSignal:
         self._event = threading.Event()
         self._change = threading.Event()
         self._raise = True
+        self.is_repeated = False  # a stop was requested more than once
         self._new_routers = threading.Event()
 
     def install(self) -> None:
@@ -72,6 +73,7 @@ class StopSignal:
         return _take(self._change)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.is_repeated = self._event.is_set()
         if not self._event.is_set():
             self._event.set()
             if self._raise:

@@ -193,9 +193,8 @@ class Supervisor:
         model = describe_model(lane)
         if lane.model_names == self._config.lanes[0].model_names:
             self.chats = model.chats
-        self._say(
-            f"note: {model.warning}" if model.warning else f"model {lane.model}: {model.text}"
-        )
+        shown = f"note: {model.warning}" if model.warning else f"model {lane.model}: {model.text}"
+        self._say(shown)
         return not model.warning
 
     def _choose_name(self) -> None:
@@ -318,9 +317,8 @@ class Supervisor:
         if isinstance(self._pools, AttachedPools) and (problem := self._pools.refusal):
             raise FleetError(problem)
         self._shown.show(slots)
-        self._progress.awaited = late_workers(slots) or (
-            "the router" if slots else "the controller"
-        )
+        other = "the router" if slots else "the controller"
+        self._progress.awaited = late_workers(slots) or other
         if (failed := self._shown.failed_start(slots)) is not None and not self._adopted:
             name, problem = failed
             raise FleetError(f"{problem}\n{tail(self._logs, name)}")
@@ -421,6 +419,8 @@ class Supervisor:
         self._say("stopping")
         if self._served:
             self._audit("down")
+        if self._routers is not None and self._served and "BATON_PICKER" in os.environ:
+            self._routers.drain(lambda: self._stop.is_repeated)
         alarm = threading.Timer(_STOP_LIMIT_S, self._end_by_force)
         alarm.daemon = True
         alarm.start()

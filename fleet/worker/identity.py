@@ -73,4 +73,6 @@ def record_of(
         ranks=ready.ranks,
         version=version(),
         kv_blocks=ready.geometry.num_blocks,
+        server=settings.server,
+        unseen_block_tokens=settings.unseen_block_tokens,
     )

@@ -38,6 +38,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ports: str = ""  # allowed range FIRST-LAST; empty: the kernel chooses
     transports: tuple[str, ...] = ()  # offered besides gRPC; empty: all
     label: str = ""  # name of the attached server; empty: the worker has its own engine
+    server: str = ""  # its address:port, for gateways
+    unseen_block_tokens: int = 0  # tokens of its blocks, if it caches and sends no KV events
     probe_s: float = PROBE_S
     idle_sleep_s: float = 0.0  # time without requests before the worker sleeps; 0: never
     trust: TrustRules = TrustRules()  # checked before the engine loads the model

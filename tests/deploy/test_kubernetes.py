@@ -2,7 +2,8 @@
 
 Nothing here needs a cluster or a network. What is checked: every object, strictly, against the
 schemas in the package ``kubernetes-validate``; the pods in the RayCluster likewise; its own fields
-against the names and types that KubeRay documents, as far as the file may ever use them.
+against the names and types that KubeRay documents, as far as the file may ever use them. The same
+holds for InferencePool and HTTPRoute.
 """
 
 import base64
@@ -14,6 +15,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jsonschema
 import pytest
@@ -24,6 +26,7 @@ from baton.registry.connection import RedisUrlError, parse_redis_url
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 VLLM = FOLDER.with_name("kubernetes-vllm")
+GATEWAY = FOLDER.with_name("kubernetes-gateway")
 FILES = ("raycluster.yaml", "router.yaml", "network-policies.yaml")
 KUBERNETES = "1.33"
 SECRETS = {"baton", "baton-fleet"}
@@ -67,6 +70,60 @@ RAY_CLUSTER = fields(
                 maxReplicas=NUMBER,
                 rayStartParams=FLAGS,
                 template=POD,
+            ),
+        },
+    ),
+)
+
+
+PORT = fields("number", number={"type": "integer", "minimum": 1, "maximum": 65535})
+INFERENCE_POOL = fields(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "inference.networking.k8s.io/v1"},
+    kind={"const": "InferencePool"},
+    metadata={"type": "object"},
+    spec=fields(
+        "selector targetPorts endpointPickerRef",
+        selector=fields("matchLabels", matchLabels=FLAGS),
+        targetPorts={"type": "array", "items": PORT, "minItems": 1, "maxItems": 8},
+        appProtocol={"enum": ["http", "kubernetes.io/h2c"]},
+        endpointPickerRef=fields(
+            "name port",
+            name=TEXT,
+            port=PORT,
+            kind=TEXT,
+            group=TEXT,
+            failureMode={"enum": ["FailOpen", "FailClose"]},
+        ),
+    ),
+)
+REFERENCE = fields("name", group=TEXT, kind=TEXT, name=TEXT)
+HTTP_ROUTE = fields(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "gateway.networking.k8s.io/v1"},
+    kind={"const": "HTTPRoute"},
+    metadata={"type": "object"},
+    spec=fields(
+        "parentRefs rules",
+        parentRefs={"type": "array", "items": REFERENCE},
+        rules={
+            "type": "array",
+            "items": fields(
+                "backendRefs",
+                backendRefs={"type": "array", "items": REFERENCE},
+                matches={
+                    "type": "array",
+                    "items": fields(
+                        path=fields(
+                            "type value",
+                            type={"enum": ["Exact", "PathPrefix", "RegularExpression"]},
+                            value=TEXT,
+                        )
+                    ),
+                },
+                timeouts=fields(
+                    request={"type": "string", "pattern": r"^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
+                ),
             ),
         },
     ),
@@ -282,3 +339,59 @@ def test_kustomize_makes_a_cluster_of_vllm_workers() -> None:
     assert int(limits["nvidia.com/gpu"]) * group["replicas"] >= config.pools.gpus * 2
     assert int(limits["cpu"]) >= config.cpus_per_rank
     assert b"engine: vllm" in base64.b64decode(made["Secret"]["data"]["fleet.yaml"])
+
+
+def of_gateway(name: str) -> dict[str, dict[str, Any]]:
+    return {d["kind"]: d for d in yaml.safe_load_all((GATEWAY / name).read_text())}
+
+
+def test_the_endpoint_picker_fits_its_schemas_and_its_parts_fit_each_other() -> None:
+    picker = of_gateway("picker.yaml")
+    for document in picker.values():
+        check(document)
+    check(as_pod(picker["Deployment"]["spec"]["template"]))
+    pool, route = of_gateway("pool.yaml").values()
+    jsonschema.validate(pool, INFERENCE_POOL)
+    jsonschema.validate(route, HTTP_ROUTE)
+    (rule,) = route["spec"]["rules"]
+    (backend,) = rule["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+    reference = pool["spec"]["endpointPickerRef"]
+    service = picker["Service"]
+    (port,) = service["spec"]["ports"]
+    assert (reference["name"], reference["port"]["number"]) == (
+        service["metadata"]["name"],
+        port["port"],
+    )
+    template = picker["Deployment"]["spec"]["template"]
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    (container,) = template["spec"]["containers"]
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    program, command, file, option, number = container["command"]
+    assert (program, command, option, int(number)) == ("baton", "epp", "--grpc-port", ports["grpc"])
+    assert Path(file).name == "fleet.yaml"
+
+
+def test_the_fleet_file_of_the_picker_is_right() -> None:
+    config = load_config(GATEWAY / "fleet.yaml")
+    assert config.is_attached
+    pool = of_gateway("pool.yaml")["InferencePool"]
+    servers = config.pools.servers
+    assert servers is not None and servers.dns is not None
+    assert urlsplit(servers.dns.url).port == pool["spec"]["targetPorts"][0]["number"]
+    template = of_gateway("picker.yaml")["Deployment"]["spec"]["template"]["spec"]
+    assert template["terminationGracePeriodSeconds"] > config.default_timeout_s
+    (container,) = template["containers"]
+    assert {"name": "http", "containerPort": config.port} in container["ports"]
+
+
+@needs_kustomize
+def test_kustomize_makes_a_picker_of_one_namespace() -> None:
+    made = kustomized(GATEWAY)
+    assert {one["metadata"]["namespace"] for one in made} == {"default"}
+    kinds = sorted(one["kind"] for one in made)
+    assert kinds == ["Deployment", "HTTPRoute", "InferencePool", "Secret", "Service"]
+    (secret,) = (one["metadata"]["name"] for one in made if one["kind"] == "Secret")
+    (deployment,) = (one for one in made if one["kind"] == "Deployment")
+    volumes = deployment["spec"]["template"]["spec"]["volumes"]
+    assert {"name": "fleet", "secret": {"secretName": secret}} in volumes

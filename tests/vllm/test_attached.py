@@ -9,9 +9,9 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,10 @@ import pytest
 
 from baton.engine.remote.http import HttpOrigin
 from tests.engine.vllm.record import FRANCE
+from tests.fleet.attached.envoy import SUBSET_HEADER, Envoy
+from tests.fleet.attached.rig import AttachedFleet
 from tests.fleet.test_up import Served, wait_for
+from tests.registry.redis_servers import free_ports
 from tests.vllm.places import ARGS, MODEL, PYTHON
 from tests.vllm.test_adapters import write_adapters
 from tests.vllm.test_fleet import Fleet, load
@@ -38,7 +41,11 @@ READY_S = 300.0
 STORY = "The history of the lighthouse at the end of the world begins with a storm. " * 60
 CONTEXT = ("--max-model-len", "2048", "--served-model-name", "smol")
 LORA = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
-NEEDED = ("--enable-scale-out", "--enable-prompt-tokens-details")
+NEEDED = (
+    "--enable-scale-out",
+    "--enable-prompt-tokens-details",
+    "--enable-force-include-usage",
+)
 
 
 class Server:
@@ -102,14 +109,7 @@ class Attached(NamedTuple):
     events: Server
     silent: Server
     adapters: Path
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    streams: tuple[str, str]
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,8 @@ pools:
             wait_for(server.is_healthy, READY_S)
         served = Served([sys.executable, "-m", "fleet.cli.main", "up"], folder, config)
         try:
-            yield Attached(Fleet(served.wait_ready(30)), servers[1], servers[0], folder)
+            streams = (f"tcp://*:{stream}", f"tcp://*:{replay}")
+            yield Attached(Fleet(served.wait_ready(30)), servers[1], servers[0], folder, streams)
         finally:
             served.process.terminate()
             served.process.wait(60)
@@ -202,6 +203,66 @@ def test_a_prefix_is_found_with_and_without_events_but_not_by_another_tenant(
         assert cached % 32 == 0
     stranger = fleet.ask(f"{story} 1", "b", max_tokens=2)
     assert stranger.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_gateway_finds_prefixes_with_and_without_events(
+    attached: Attached, tmp_path: Path
+) -> None:
+    """Behind a real Envoy, with clients' own bodies and without Baton's cache salt."""
+    events, replay = attached.streams
+    sources = [
+        {"url": attached.events.url, "events": [events], "replay": [replay]},
+        {"url": attached.silent.url, "events": []},
+    ]
+    ports = [attached.events.port, attached.silent.port]
+    (picker,) = free_ports(1)
+    options = ("epp", "--grpc-port", str(picker))
+    names = {"model": str(MODEL), "served_model_name": "smol", "max_context_tokens": 2048}
+    fleet = AttachedFleet(tmp_path, sources, options=options, **names)
+    envoy: Envoy | None = None
+    try:
+        fleet.wait_ready()
+        wait_for(lambda: len(fleet.ready()) == 2, 30)
+        envoy = Envoy(tmp_path, picker, ports)
+        for port in ports:
+            story = f"{uuid.uuid4()} {STORY}"
+            first = ask_gateway(envoy, story, f"127.0.0.1:{port}")
+            assert first.usage["prompt_tokens_details"]["cached_tokens"] == 0
+            time.sleep(4)  # until only what is known of the server counts
+            for more in (" And then?", " And now?"):
+                again = ask_gateway(envoy, story + more)
+                assert again.upstream == f"127.0.0.1:{port}"
+                cached = again.usage["prompt_tokens_details"]["cached_tokens"]
+                assert cached > 900
+                assert cached % 32 == 0
+        paris = ask_gateway(envoy, "What is the capital of France?", max_tokens=30)
+        assert paris.text == "The capital of France is Paris."
+    finally:
+        if envoy is not None:
+            envoy.close()
+        fleet.close()
+
+
+class Streamed(NamedTuple):
+    """A response of a stream through the gateway."""
+
+    upstream: str
+    text: str
+    usage: dict[str, Any]
+
+
+def ask_gateway(envoy: Envoy, text: str, subset: str = "", **more: Any) -> Streamed:
+    turns = [{"role": "user", "content": text}]
+    body = {"model": "smol", "messages": turns, "max_tokens": 4, "temperature": 0, **more}
+    headers = {SUBSET_HEADER: subset} if subset else {}
+    url = f"{envoy.streamed}/v1/chat/completions"
+    sent: dict[str, Any] = {"json": {**body, "stream": True}, "headers": headers}
+    with httpx.stream("POST", url, timeout=120, trust_env=False, **sent) as answer:
+        lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
+        assert answer.status_code == 200, lines
+    chunks = [json.loads(line) for line in lines]
+    parts = (choice["delta"].get("content") for one in chunks for choice in one["choices"])
+    return Streamed(answer.headers["x-upstream"], "".join(filter(None, parts)), chunks[-1]["usage"])
 
 
 def test_formats_choices_seeds_and_logprobs_hold(attached: Attached) -> None:

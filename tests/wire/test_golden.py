@@ -1,9 +1,9 @@
 """Bytes that processes of two versions exchange, or that Redis keeps, do not change by accident.
 
 Recorded from commit 8dfb768, with fields added to a worker's record since (``turn``, ``intent``,
-``version``, ``kv_blocks``), which earlier versions ignore, and without ``rank_hosts``, which they
-do not need. A change here needs a new wire version,
-and a look at ``tests/fleet/test_upgrade.py``.
+``version``, ``kv_blocks``, ``server``, ``unseen_block_tokens``), which earlier versions ignore, and
+without ``rank_hosts``, which they do not need. A change here needs a new wire version, and a look
+at ``tests/fleet/test_upgrade.py``.
 """
 
 from hashlib import sha256
@@ -92,7 +92,7 @@ BYTES = {
         lambda: manifest_digest([SLICE]).to_bytes(8, "little"),
         "b21ea951305be554eaf71395",
     ),
-    "worker": (lambda: msgspec.msgpack.encode(WORKER), "95a335514f193f7b1deb54e7"),
+    "worker": (lambda: msgspec.msgpack.encode(WORKER), "edc2e37daf4f9e41dcdcd18b"),
     "batch": (
         lambda: msgspec.msgpack.encode(EventBatch(incarnation=LIFE, sequence=4, stored=(LIFE,))),
         "b1454d6adcf8c508cdf43384",

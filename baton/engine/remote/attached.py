@@ -70,12 +70,7 @@ class EngineDescription(NamedTuple):
 
 
 class ServerKind(Protocol):
-    """Servers of one kind with one model.
-
-    Attributes:
-        artifact: The model, without its weights.
-        hand_off: Way of KV between the servers; empty: none.
-    """
+    """Servers of one kind with one model."""
 
     @property
     def hand_off(self) -> str:

@@ -1,6 +1,6 @@
 """Prefixes that a server behind HTTP has cached, as far as they can be known.
 
-A server that sends KV events is known exactly. For others the own requests are remembered:
+A server that sends KV events is known exactly. For others the requests to it are remembered:
 
     prompt and response of a request  ──▶  blocks, the most recently used last
     more blocks than the server has   ──▶  the least recently used are forgotten
@@ -11,6 +11,7 @@ A server that sends KV events is known exactly. For others the own requests are 
 
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import takewhile
 from typing import Any
 
 from baton.engine.remote.live_request import LiveRequest
@@ -54,8 +55,8 @@ class CachedPrefixes:
         """Free what this holds; the tasks have ended."""
 
 
-class ApproximatePrefixes(CachedPrefixes):
-    """Blocks of own requests, without I/O.
+class RecentBlocks:
+    """Most recently used blocks, by Baton's hashes.
 
     Args:
         blocks: Number of Baton's blocks that the server can hold; 0: it caches nothing.
@@ -72,38 +73,40 @@ class ApproximatePrefixes(CachedPrefixes):
         self._used: OrderedDict[bytes, int] = OrderedDict()  # when, the longest ago first
         self._time = 0
 
-    @property
-    def held_blocks(self) -> int:
-        """Number of Baton's blocks that are cached."""
+    def __len__(self) -> int:
         return len(self._used)
 
-    def cached_tokens(self, hashes: Sequence[bytes]) -> int:
-        """Return the cached tokens of a prompt with these block hashes, in whole blocks."""
-        return self._whole(_known(hashes, self._used))
+    def expected(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
+        """Return when each of the first blocks was used that are cached, in whole blocks."""
+        known = sum(1 for _ in takewhile(self._used.__contains__, hashes))
+        return tuple(self._used[name] for name in hashes[: self._whole(known)])
 
-    def sent(self, request: LiveRequest) -> None:
-        """Note what is expected of a prompt, before others use the same blocks."""
-        request.expected_tokens = self.cached_tokens(request.hashes)
-        first_missing = request.expected_tokens // BLOCK_TOKENS
-        known = [self._used.get(name, 0) for name in request.hashes[:first_missing]]
-        request.used_before = tuple(known)
+    def use(self, hashes: Sequence[bytes]) -> None:
+        """Note the use of a chain of blocks: its end is forgotten before its beginning."""
+        if not self._most:
+            return
+        stored: list[bytes] = []
+        for name in reversed(hashes[: self._whole(len(hashes))]):
+            self._time += 1
+            if name not in self._used:
+                stored.append(name)
+            self._used[name] = self._time
+            self._used.move_to_end(name)
+        removed: list[bytes] = []
+        while len(self._used) > self._most:
+            removed.append(self._used.popitem(last=False)[0])
+        self._report(stored, removed)
 
-    def computed(self, request: LiveRequest) -> None:
-        """Remember the blocks of a prompt."""
-        self._change(request.hashes[: self._whole(len(request.hashes)) // BLOCK_TOKENS])
-
-    def responded(self, request: LiveRequest, choice: int, cached_tokens: int | None) -> None:
-        """Remember the blocks of a response, and correct what was expected of the prompt's."""
-        if cached_tokens is not None and cached_tokens < request.expected_tokens:
-            lost = request.used_before[cached_tokens // BLOCK_TOKENS]
-            request.expected_tokens = cached_tokens
-            self._forget_until(lost)
-        hashes = request.hashes
-        parent = hashes[-1] if hashes else request.spec.hash_seed
-        behind = request.prompt[len(hashes) * BLOCK_TOKENS :]
-        behind = [*behind, *request.emitted(choice), *request.generated.pop(choice, ())]
-        whole = [*hashes, *block_hashes(parent, behind[:-1])]  # the last one is not computed
-        self._change(whole[: self._whole(len(whole)) // BLOCK_TOKENS])
+    def correct(self, expected: tuple[int, ...], cached_tokens: int) -> tuple[int, ...]:
+        """Take the cached tokens that the server reports, and return what was cached."""
+        blocks = cached_tokens // BLOCK_TOKENS
+        if blocks >= len(expected):
+            return expected
+        removed: list[bytes] = []
+        while self._used and next(iter(self._used.values())) <= expected[blocks]:
+            removed.append(self._used.popitem(last=False)[0])
+        self._report([], removed)
+        return expected[:blocks]
 
     def disable(self) -> None:
         """Forget all blocks, and remember none from now on."""
@@ -117,32 +120,8 @@ class ApproximatePrefixes(CachedPrefixes):
         self._report([], removed)
 
     def _whole(self, blocks: int) -> int:
-        """Return the tokens of the server's whole blocks in the first of Baton's blocks."""
-        tokens = blocks * BLOCK_TOKENS
-        return tokens - tokens % self._block_tokens
-
-    def _change(self, used: Sequence[bytes]) -> None:
-        """Note the use of a chain of blocks: its end is forgotten before its beginning."""
-        if not self._most:
-            return
-        stored: list[bytes] = []
-        for name in reversed(used):
-            self._time += 1
-            if name not in self._used:
-                stored.append(name)
-            self._used[name] = self._time
-            self._used.move_to_end(name)
-        removed: list[bytes] = []
-        while len(self._used) > self._most:
-            removed.append(self._used.popitem(last=False)[0])
-        self._report(stored, removed)
-
-    def _forget_until(self, time: int) -> None:
-        """Forget all blocks that were not used after a time."""
-        removed: list[bytes] = []
-        while self._used and next(iter(self._used.values())) <= time:
-            removed.append(self._used.popitem(last=False)[0])
-        self._report([], removed)
+        """Return how many of the first blocks are in whole blocks of the server."""
+        return blocks - blocks % (self._block_tokens // BLOCK_TOKENS)
 
     def _report(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         kept = [name for name in stored if name in self._used]
@@ -151,9 +130,45 @@ class ApproximatePrefixes(CachedPrefixes):
             self._on_change(CacheChanged(tuple(reversed(kept)), tuple(gone)))
 
 
-def _known(hashes: Sequence[bytes], known: OrderedDict[bytes, int]) -> int:
-    """Return the number of first blocks that are known."""
-    for count, name in enumerate(hashes):
-        if name not in known:
-            return count
-    return len(hashes)
+class ApproximatePrefixes(CachedPrefixes):
+    """Blocks of own requests, without I/O; arguments as those of `RecentBlocks`."""
+
+    def __init__(
+        self, blocks: int, block_tokens: int, on_change: Callable[[CacheChanged], None]
+    ) -> None:
+        self._recent = RecentBlocks(blocks, block_tokens, on_change)
+
+    @property
+    def held_blocks(self) -> int:
+        """Number of Baton's blocks that are cached."""
+        return len(self._recent)
+
+    def cached_tokens(self, hashes: Sequence[bytes]) -> int:
+        """Return the cached tokens of a prompt with these block hashes, in whole blocks."""
+        return len(self._recent.expected(hashes)) * BLOCK_TOKENS
+
+    def sent(self, request: LiveRequest) -> None:
+        """Note what is expected of a prompt, before others use the same blocks."""
+        request.expected = self._recent.expected(request.hashes)
+
+    def computed(self, request: LiveRequest) -> None:
+        """Remember the blocks of a prompt."""
+        self._recent.use(request.hashes)
+
+    def responded(self, request: LiveRequest, choice: int, cached_tokens: int | None) -> None:
+        """Remember the blocks of a response, and correct what was expected of the prompt's."""
+        if cached_tokens is not None:
+            request.expected = self._recent.correct(request.expected, cached_tokens)
+        hashes = request.hashes
+        parent = hashes[-1] if hashes else request.spec.hash_seed
+        behind = request.prompt[len(hashes) * BLOCK_TOKENS :]
+        behind = [*behind, *request.emitted(choice), *request.generated.pop(choice, ())]
+        self._recent.use([*hashes, *block_hashes(parent, behind[:-1])])  # not the last token
+
+    def disable(self) -> None:
+        """Forget all blocks, and remember none from now on."""
+        self._recent.disable()
+
+    def erased(self) -> None:
+        """Forget all blocks."""
+        self._recent.erased()

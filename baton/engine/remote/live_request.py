@@ -61,8 +61,7 @@ class LiveRequest:
         generated: Tokens of the current run, by choice.
         last: Reports with a finish reason, by choice, which wait for the count of cached tokens.
         sufficed: Choices that were ended here, as the server sent more tokens than were asked for.
-        expected_tokens: Prompt tokens that were expected to be cached, without KV events.
-        used_before: When the blocks of these tokens had been used.
+        expected: Uses of the blocks that were expected to be cached, without KV events.
     """
 
     def __init__(
@@ -79,8 +78,7 @@ class LiveRequest:
         self.generated: dict[int, list[int]] = {}
         self.last: dict[int, ev.Tokens] = {}
         self.sufficed: set[int] = set()
-        self.expected_tokens = 0
-        self.used_before: tuple[int, ...] = ()
+        self.expected: tuple[int, ...] = ()
         self.run = 0
         self.generation = generation
         self.loading: set[int] = set()

@@ -7,7 +7,8 @@ notices gaps; ``CachedBlocks`` follows the cache and translates names:
     Baton  [ 16 tokens ][ 16 tokens     ][ 16 tokens ][ 16 tokens               ]
 
 Baton's hashes are computed from the token ids. The first block of a prompt names its seed, which is
-the cache salt of the request (``protocol.py``); the following ones name their parent.
+the cache salt of the request (``protocol.py``), or that of a client past Baton; the following ones
+name their parent.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from baton.types.block_hashes import HASH_BYTES, block_hashes
+from baton.types.block_hashes import block_hashes, seed_past_baton
 from baton.types.events import CacheChanged
 from baton.types.geometry import BLOCK_TOKENS
 
@@ -180,18 +181,13 @@ class CachedBlocks:
             parent = hashes[-1]
 
     def _parent(self, event: BlockStored) -> bytes | None:
-        """Return the hash before the first block; None if it is not of a request of Baton."""
+        """Return the hash before the first block; None if it depends on more than texts."""
         if event.parent_block_hash is not None:
             known = self._hashes.get(event.parent_block_hash)
             return known[-1] if known is not None else None
-        keys = event.extra_keys[0] if event.extra_keys else None
-        for key in keys or ():
-            if isinstance(key, str) and len(key) == 2 * HASH_BYTES:
-                try:
-                    return bytes.fromhex(key)
-                except ValueError:
-                    continue
-        return None
+        keys = (event.extra_keys[0] if event.extra_keys else None) or ()
+        salts = [key for key in keys if isinstance(key, str)]  # others are of images
+        return seed_past_baton(salts) if len(salts) == len(keys) else None
 
     def _remove(self, name: Name, stored: list[bytes], removed: list[bytes]) -> None:
         if self._copies[name] > 1:

@@ -40,6 +40,7 @@ from router.settings import LaneSettings
 _INITIAL_OUTPUT_TOKENS = 128.0
 _OUTPUT_WEIGHT = 0.05  # of one response in the mean of their lengths
 _STEP_S = 0.03
+_NEVER_NS = 1 << 62  # no report shows a request past Baton
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,10 +173,12 @@ class Placer:
             usable = [slot for slot in usable if slot.incarnation != avoid]
         if request.goes_on:
             usable = [slot for slot in usable if slot.goes_on]
-        if request.pinned is None:
+        among = request.among
+        if request.pinned is not None:
+            among = frozenset(filter(None, (request.pinned.prefill, request.pinned.decode)))
+        if among is None:
             return usable
-        pinned_ids = (request.pinned.prefill, request.pinned.decode)
-        return [slot for slot in usable if slot.worker_id in pinned_ids]
+        return [slot for slot in usable if slot.worker_id in among]
 
     def could_place(self, request: GenerationRequest, avoid: bytes) -> bool:
         """Return whether workers other than the incarnation ``avoid`` can serve the request now."""
@@ -288,7 +291,8 @@ class Placer:
     ) -> tuple[Candidate, Sequence[Candidate]] | None:
         """Return the choice and the candidates; None if not all workers can be priced at once."""
         request = prompt.request
-        if request.pinned is not None or request.goes_on or request.adapter_digest:
+        limited = request.pinned is not None or request.among is not None
+        if limited or request.goes_on or request.adapter_digest:
             return None
         asked = Asked(
             mode=request.mode,
@@ -334,9 +338,9 @@ class Placer:
     def _cheapest_of_few(
         self, prompt: PromptToPlace, rates: Rates, now_ns: int
     ) -> tuple[Candidate, Sequence[Candidate]]:
-        """Choose among the workers of the shortlist, or those that the client pinned."""
+        """Choose among the workers of the shortlist, or those that the request is limited to."""
         request = prompt.request
-        if request.pinned is None:
+        if request.pinned is None and request.among is None:
             loads = self._worth_pricing(prompt, rates, now_ns)
         else:
             slots = self.eligible(request, prompt.avoid)
@@ -394,7 +398,7 @@ class Placer:
             tokens = context = 0
             delay_s = 0.0
         streams = request.sampling.n
-        seen_ns = now_ns + round(delay_s * 1e9)
+        seen_ns = _NEVER_NS if request.past_baton else now_ns + round(delay_s * 1e9)
         rest = load(
             tokens=tokens,
             context=context,

@@ -16,6 +16,7 @@ from collections.abc import Generator
 from enum import Enum
 
 from baton.registry.types import EventBatch, FeedItem, Forget, Heartbeat, Snapshot
+from baton.types.events import CacheChanged
 from router.routing.placement.block_table import (
     HASH_BYTES,
     PARTS,
@@ -79,10 +80,14 @@ class _Numbers:
 
 
 class _Expected:
-    """Blocks that will be stored soon, kept for two to three seconds: a table per second."""
+    """Blocks that will be stored soon, kept for two to three seconds: a table per second.
+
+    Those that were observed past the worker are kept until they are removed.
+    """
 
     def __init__(self) -> None:
         self.tables: list[BlockTable] = [block_table() for _ in range(_EXPECTED_TABLES)]
+        self.observed = block_table()
         self._step = 0
 
     def at(self, now_ns: int) -> list[BlockTable]:
@@ -92,7 +97,11 @@ class _Expected:
             oldest.clear()
             self.tables.insert(0, oldest)
         self._step = max(step, self._step)
-        return self.tables
+        return self.all
+
+    @property
+    def all(self) -> list[BlockTable]:
+        return [*self.tables, self.observed]
 
     def remove(self, number: int, hashes: bytes) -> None:
         """Forget blocks that were evicted: they were stored, or there when they were expected."""
@@ -101,7 +110,7 @@ class _Expected:
                 table.remove(number, hashes)
 
     def rename(self, before: int, after: int) -> None:
-        for table in self.tables:
+        for table in self.all:
             if hashes := table.hashes_of(before):
                 table.add(after, b"".join(hashes), len(hashes))
 
@@ -198,6 +207,13 @@ class PrefixIndex:
         room = _MAX_EXPECTED_BLOCKS - newest.blocks
         newest.add(number, packed(hashes), room)
 
+    def observe(self, incarnation: bytes, change: CacheChanged) -> None:
+        """Note what requests past a worker have changed in its cache, while it is alive."""
+        if (entry := self._held.get(incarnation)) is not None:
+            observed = self._expected.observed
+            observed.remove(entry.number, packed(change.removed))
+            observed.add(entry.number, packed(change.stored), self._max_hashes)
+
     def _entry(self, incarnation: bytes) -> _HeldBlocks:
         entry = self._held.get(incarnation)
         if entry is None:
@@ -227,7 +243,7 @@ class PrefixIndex:
             return
         self._sweep_due = 0
         parts = min(parts, PARTS - self._part)
-        for table in (self._table, *self._expected.tables):
+        for table in (self._table, *self._expected.all):
             table.sweep(self._part, parts, gone)
         self._part = (self._part + parts) % PARTS
         self._numbers.swept(parts)
@@ -290,7 +306,7 @@ class PrefixIndex:
     def prefixes(self, hashes: Hashes, now_ns: int | None = None) -> dict[bytes, int]:
         """Return how many leading ``hashes`` each incarnation holds that has the first one.
 
-        With ``now_ns``, expected blocks count, too.
+        With ``now_ns``, expected and observed blocks count, too.
         """
         expected = self._expected.at(now_ns) if now_ns is not None else ()
         lengths = self._table.match(packed(hashes), self._live, expected)

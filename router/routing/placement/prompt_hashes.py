@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from batonpb.common_pb2 import Capabilities
 
-from baton.types.block_hashes import HASH_BYTES, KEY, block_hashes, hash_seed
+from baton.types.block_hashes import HASH_BYTES, KEY, block_hashes, hash_seed, seed_past_baton
 from baton.types.geometry import BLOCK_TOKENS
 from baton.wire.compatibility import format_id, kv_format
 from baton.wire.tokens import TOKEN_BYTES, pack_tokens
@@ -28,6 +28,8 @@ class HashSeedCache:
 
     def seed(self, request: GenerationRequest, capabilities: Capabilities) -> bytes:
         """Return the seed of the request's block hashes on a worker with these capabilities."""
+        if request.past_baton:
+            return seed_past_baton([request.cache_scope] if request.cache_scope else [])
         digest = request.adapter_digest
         key = (self._format(capabilities), digest, request.cache_scope)
         seed = self._seeds.get(key)

@@ -1,9 +1,11 @@
 """KV events of vLLM become changes of Baton's index, by events that were recorded."""
 
+from typing import Any
+
 import msgspec
 
 from baton.engine.vllm.kv_events import REPLAY_END, CachedBlocks, EventOrder
-from baton.types.block_hashes import block_hashes
+from baton.types.block_hashes import block_hashes, seed_past_baton
 from tests.engine.vllm.record import LONG, SEEDS, recorded_messages
 
 WHOLE = 192  # tokens of the recorded prompt in whole blocks of 32
@@ -44,7 +46,10 @@ def test_blocks_of_two_tenants_have_the_hashes_of_their_seeds() -> None:
     assert cached.cached_tokens(block_hashes(SEEDS[1], LONG), 32) == 0
 
 
-def stored_event(names: list[int], parent: int | None, tokens: list[int], salt: str) -> bytes:
+def stored_event(
+    names: list[int], parent: int | None, tokens: list[int], salt: str | None
+) -> bytes:
+    own = [salt] if salt is not None else None
     event = {
         "type": "BlockStored",
         "block_hashes": names,
@@ -54,7 +59,7 @@ def stored_event(names: list[int], parent: int | None, tokens: list[int], salt: 
         "lora_id": None,
         "medium": "GPU",
         "lora_name": None,
-        "extra_keys": [[salt] if parent is None else None, *[None] * (len(names) - 1)],
+        "extra_keys": [own if parent is None else None, *[None] * (len(names) - 1)],
     }
     return msgspec.msgpack.encode([0.0, [event], 0])
 
@@ -83,12 +88,21 @@ def test_blocks_with_other_names_in_vllm_may_be_one_in_the_index() -> None:
     assert len(cached.apply(removed_event(2)).removed) == 2
 
 
-def test_blocks_of_other_origins_are_not_in_the_index() -> None:
+def test_blocks_of_clients_past_baton_have_the_hashes_of_their_salts() -> None:
     cached = CachedBlocks()
-    assert cached.apply(stored_event([1], None, LONG[:32], "a salt of a stranger")).stored == ()
-    assert cached.apply(stored_event([2], 1, LONG[:32], "")).stored == ()
+    salted = cached.apply(stored_event([1], None, LONG[:32], "a salt of a client")).stored
+    assert list(salted) == block_hashes(seed_past_baton(["a salt of a client"]), LONG[:32])
+    plain = cached.apply(stored_event([5], None, LONG[:32], None)).stored
+    assert list(plain) == block_hashes(seed_past_baton([]), LONG[:32])
+    assert not set(plain) & set(salted)
+
+
+def test_blocks_behind_unknown_ones_and_those_of_images_are_not_in_the_index() -> None:
+    cached = CachedBlocks()
     assert cached.apply(stored_event([4], 3, LONG[:32], "")).stored == ()
-    assert cached.apply(removed_event(1, 2, 9)).removed == ()
+    image: Any = ["digest of an image", 0]
+    assert cached.apply(stored_event([6], None, LONG[:32], image)).stored == ()
+    assert cached.apply(removed_event(4, 6, 9)).removed == ()
 
 
 def test_a_block_behind_a_known_one_is_chained_to_it() -> None:

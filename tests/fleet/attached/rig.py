@@ -5,7 +5,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,9 +96,16 @@ class Emulated:
 
 
 class AttachedFleet:
-    """`baton up` of a fleet of attached servers."""
+    """`baton up` of a fleet of attached servers, or `baton epp` with its ``options``."""
 
-    def __init__(self, folder: Path, servers: object, engine: str = "vllm", **more: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        servers: object,
+        engine: str = "vllm",
+        options: Sequence[str] = ("up",),
+        **more: object,
+    ) -> None:
         config = {
             "fleet": "attached",
             "model": DEFAULT_MODEL,
@@ -108,7 +115,7 @@ class AttachedFleet:
             "pools": {"engine": engine, engine.replace("-", "_"): {"servers": servers}},
             **more,
         }
-        command = [sys.executable, "-m", "fleet.cli.main", "up"]
+        command = [sys.executable, "-m", "fleet.cli.main", *options]
         self.folder = folder
         self.served = Served(command, folder, json.dumps(config, indent=1))
         self.url = ""

@@ -284,7 +284,9 @@ def test_names_of_blocks_differ_by_adapter(artifact, served):
     cache = HashSeedCache()
     link = Capabilities(weights_digest=b"w" * 16, numerics_id="exact/x")
     seeds = {
-        cache.seed(SimpleNamespace(adapter_digest=digest, cache_scope="team\0"), link)
+        cache.seed(
+            SimpleNamespace(past_baton=False, adapter_digest=digest, cache_scope="team\0"), link
+        )
         for digest in ("", "01" * 16, "02" * 16)
     }
     assert len(seeds) == 3

@@ -1,5 +1,6 @@
 """Bookings last until the engine of a worker can have the prompt."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -73,3 +74,18 @@ def test_the_decode_worker_is_booked_the_tokens_of_all_choices() -> None:
     Placer._book_load(placer, asked, chosen, 0)
     assert placer.book.unreported("p").stream_tokens == 0
     assert placer.book.unreported("d")[2:] == (2, 6000)
+
+
+def test_a_request_past_baton_is_booked_until_it_is_released() -> None:
+    """No report shows it, however late."""
+    worker = WorkerLoad(worker_id="d", incarnation=b"d", role="decode")
+    chosen = price(prefill=None, decode=worker, prompt_tokens=3000, expected_tokens=10)
+    placer = placer_of_64_places()
+    past = replace(request(prompt=range(3000)), past_baton=True)
+    Placer._book_load(placer, past, chosen, 0)
+    placer.book.reported("d", 10**6 * SECOND)
+    assert placer.book.unreported("d")[:3:2] == (3000, 1)
+    placer.book.computed(past.request_id)
+    assert placer.book.unreported("d")[:3:2] == (0, 1)
+    placer.book.release(past.request_id)
+    assert not any(placer.book.unreported("d"))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from baton.registry.types import EventBatch, Forget, Heartbeat, Snapshot, hashes_checksum
 from baton.types.block_hashes import block_hashes, hash_seed
+from baton.types.events import CacheChanged
 from router.routing.placement.block_table import PlainBlockTable
 from router.routing.placement.prefix_index import Applied, PrefixIndex
 from tests.soak import examples
@@ -274,3 +275,21 @@ def test_heartbeats_of_many_workers_sweep_little_each():
         beats += 1
         assert table.parts_swept * 50_000 / 256 <= 256 * beats + 256, "parts of 195 blocks"
         assert beats < 1000, "and in the end everything is swept"
+
+
+def test_blocks_observed_past_a_worker_count_until_they_are_removed_or_it_dies():
+    """They join those of events, outlive snapshots and expectations, and need no event."""
+    prefix_index = PrefixIndex()
+    prefix_index.apply(batch(1, stored=[1]))
+    prefix_index.observe(A, CacheChanged((name(2), name(3)), ()))
+    first = [name(1), name(2), name(3)]
+    assert prefix_blocks(prefix_index, A, first, now_ns=0) == 3
+    assert prefix_blocks(prefix_index, A, first) == 1
+    prefix_index.apply(Heartbeat(incarnation=A, sequence=1, checksum=7))  # a snapshot is needed
+    assert prefix_index.apply(snapshot(4, [1])) is Applied.DONE
+    assert prefix_blocks(prefix_index, A, first, now_ns=10**12) == 3
+    prefix_index.observe(A, CacheChanged((), (name(3),)))
+    assert prefix_blocks(prefix_index, A, first, now_ns=10**12) == 2
+    prefix_index.apply(Forget(incarnation=A))
+    prefix_index.observe(A, CacheChanged((name(1),), ()))  # by a response that came late
+    assert prefix_index.prefixes(first, 10**12) == {}

@@ -126,13 +126,19 @@ def test_a_request_hashes_its_blocks_once_for_all_workers(model):
     capabilities = Capabilities(
         kv_groups=[KV_GROUP], numerics_id="exact/x", weights_digest=b"w" * 16
     )
-    one = cache.seed(SimpleNamespace(adapter_digest="", cache_scope="a\0"), capabilities)
-    assert one == cache.seed(SimpleNamespace(adapter_digest="", cache_scope="a\0"), capabilities)
+    one = cache.seed(
+        SimpleNamespace(past_baton=False, adapter_digest="", cache_scope="a\0"), capabilities
+    )
+    assert one == cache.seed(
+        SimpleNamespace(past_baton=False, adapter_digest="", cache_scope="a\0"), capabilities
+    )
     assert one != cache.seed(
-        SimpleNamespace(adapter_digest="", cache_scope="a\0salt"), capabilities
+        SimpleNamespace(past_baton=False, adapter_digest="", cache_scope="a\0salt"), capabilities
     )
     # Of one object the format is read once: what a worker can it says once for a life.
     capabilities = Capabilities(
         kv_groups=[KV_GROUP], numerics_id="fast/x", weights_digest=b"w" * 16
     )
-    assert one != cache.seed(SimpleNamespace(adapter_digest="", cache_scope="a\0"), capabilities)
+    assert one != cache.seed(
+        SimpleNamespace(past_baton=False, adapter_digest="", cache_scope="a\0"), capabilities
+    )

@@ -51,6 +51,17 @@ def parse(
         InvalidRequestError: The body is not a JSON object, or a parameter is invalid.
         GrammarError: A schema has a number that would change.
     """
+    data = decoded(raw)
+    refuse_long_decimals(raw)
+    return checked(kind, data, ignored, model=model)
+
+
+def decoded(raw: bytes) -> dict[str, Any]:
+    """Return the fields of a JSON object.
+
+    Raises:
+        InvalidRequestError: The text is not a JSON object, or has too many parts.
+    """
     _check_structure(raw)
     try:
         data = from_json(raw, allow_inf_nan=False)
@@ -58,8 +69,7 @@ def parse(
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequestError("the body must be a JSON object")
-    refuse_long_decimals(raw)
-    return checked(kind, data, ignored, model=model)
+    return data
 
 
 def checked(

@@ -1,0 +1,1 @@
+"""Endpoint picker of the Gateway API inference extension."""
