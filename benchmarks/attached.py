@@ -38,7 +38,7 @@ RESPONSE_TOKENS = 24
 class Fleet:
     """`baton up` of attached servers, in a folder of its own."""
 
-    def __init__(self, folder: Path, servers: object) -> None:
+    def __init__(self, folder: Path, servers: object, **more: object) -> None:
         config = {
             "fleet": "attached-bench",
             "model": DEFAULT_MODEL,
@@ -46,6 +46,7 @@ class Fleet:
             "numerics": "fast",
             "port": 0,
             "pools": {"engine": "vllm", "vllm": {"servers": servers}},
+            **more,
         }
         self._output = folder / "output"
         (folder / "fleet.yaml").write_text(json.dumps(config))

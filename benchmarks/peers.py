@@ -41,7 +41,9 @@ NAME = "smollm2"
 WHEELS = ("vllm-router==0.1.17", "smg==1.13.0")
 SIDES = "baton,baton without events,vllm-router,vllm-router kv,smg,round robin"
 BLOCK_TOKENS = 32
+CONTEXT_TOKENS = 100_000
 FIRST_PORT = 20_610
+_SETTLE_S = 4.0  # after its start Baton has a slower tokenizer for some seconds
 _READY_S = 60.0
 
 
@@ -203,7 +205,7 @@ class Servers:
             subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.emulated_vllm", str(port), "--events"]
                 + ["--model", NAME, "--words", str(words), "--blocks", str(load.blocks)]
-                + ["--max-model-len", "100000", "--token-s", "0.01"]
+                + ["--max-model-len", str(CONTEXT_TOKENS), "--token-s", "0.01"]
                 + ["--prefill-tokens-per-s", str(load.prefill_tokens_per_s)],
                 stdout=subprocess.DEVNULL,
             )
@@ -263,7 +265,7 @@ async def router(side: str, servers: Servers, folder: Path) -> AsyncIterator[tup
             {"url": url, "events": [f"tcp://127.0.0.1:{port + 1000}"] if side == "baton" else []}
             for url, port in zip(servers.urls, servers.ports, strict=True)
         ]
-        fleet = Fleet(folder, entries)
+        fleet = Fleet(folder, entries, max_context_tokens=CONTEXT_TOKENS)
         try:
             url, _ = await fleet.ready(len(entries))
             yield url, fleet.process.pid
@@ -315,6 +317,7 @@ async def measure(side: str, load: Load, count: int, seed: int, words: dict[str,
                     await _until_listening(client, url)
                 async with router(side, servers, folder) as (url, pid):
                     kill = servers.kill if load.kills else lambda: None
+                    await asyncio.sleep(_SETTLE_S)
                     clients = Clients(client, url, words, seed, kill)
                     before_s = cpu_s(pid)
                     await load.send(clients)
