@@ -5,9 +5,9 @@ go to one worker. So each placement is booked before it is sent, and counts unti
 that is recent enough to include it. An engine reads new requests between two steps, which may be a
 second apart, so a report contains the age of its load.
 
-Ends are subtracted in the same way, while reports still show the request, and so are prompts that
-have been computed since. Otherwise every worker would look fuller than it is except a new one, which
-would attract twice its share.
+Ends are subtracted in the same way, while reports still show the request, and so are prompts
+computed since. Otherwise every worker would look fuller than it is except a new one, which would
+attract twice its share.
 """
 
 from collections.abc import Iterator
