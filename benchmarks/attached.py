@@ -12,78 +12,18 @@ counted by the servers.
 
 import argparse
 import asyncio
-import json
-import os
 import random
-import re
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
-import psutil
 
-from baton.config.fleet_file import DEFAULT_MODEL
 from benchmarks.emulated_vllm import STRANGER, EmulatedServer, Emulation
-from benchmarks.peers import LOADS, SIDES, compare
+from benchmarks.peers import LOADS, NAME, SIDES, Fleet, compare
 
-NAME = "smollm2"
 TURN_TOKENS = 320
 RESPONSE_TOKENS = 24
-
-
-class Fleet:
-    """`baton up` of attached servers, in a folder of its own."""
-
-    def __init__(self, folder: Path, servers: object) -> None:
-        config = {
-            "fleet": "attached-bench",
-            "model": DEFAULT_MODEL,
-            "served_model_name": NAME,
-            "numerics": "fast",
-            "port": 0,
-            "pools": {"engine": "vllm", "vllm": {"servers": servers}},
-        }
-        self._output = folder / "output"
-        (folder / "fleet.yaml").write_text(json.dumps(config))
-        self._began_s = time.monotonic()
-        with self._output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "fleet.cli.main", "up", str(folder / "fleet.yaml")],
-                env={**os.environ, "BATON_HOME": str(folder)},
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-
-    async def ready(self, workers: int) -> tuple[str, float]:
-        """Return the URL, and the seconds until so many servers took requests."""
-        url = ""
-        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
-            while True:
-                await asyncio.sleep(0.02)
-                if not url:
-                    found = re.findall(r"Baton is ready at (\S+)/v1", self._output.read_text())
-                    url = found[0] if found else ""
-                    if self.process.poll() is not None:
-                        raise RuntimeError(self._output.read_text())
-                    continue
-                page = (await client.get(f"{url}/fleet")).json()
-                if sum(one["state"] == "ready" for one in page["workers"]) == workers:
-                    return url, time.monotonic() - self._began_s
-
-    def attached(self) -> psutil.Process:
-        """Return the process of the servers."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return next(one for one in children if "fleet.attached.process" in one.cmdline())
-
-    def stop(self) -> None:
-        """End the fleet and its servers."""
-        self.process.terminate()
-        self.process.wait(30)
 
 
 def emulation(options: argparse.Namespace, events_port: int) -> Emulation:

@@ -234,14 +234,14 @@ class EmulatedVllm:
             }
             shown = ",".join(f'{name}="{value}"' for name, value in labels.items())
             lines.append(f"vllm:cache_config_info{{{shown}}} 1.0")
-        labels = f'{{model_name="{one.model}",engine="0"}}'
+        of = f'{{model_name="{one.model}",engine="0"}}'
         held = self.cache.held_blocks / one.blocks
         lines += [
-            f"vllm:num_requests_running{labels} {self.running}",
-            f"vllm:num_requests_waiting{labels} {self.waiting}",
-            f"vllm:kv_cache_usage_perc{labels} {held}",
-            f"vllm:prefix_cache_queries_total{labels} {self.prompts}",
-            f"vllm:prefix_cache_hits_total{labels} {self.cached}",
+            f"vllm:num_requests_running{of} {self.running}",
+            f"vllm:num_requests_waiting{of} {self.waiting}",
+            f"vllm:kv_cache_usage_perc{of} {held}",
+            f"vllm:prefix_cache_queries_total{of} {self.prompts}",
+            f"vllm:prefix_cache_hits_total{of} {self.cached}",
         ]
         return PlainTextResponse("\n".join(lines) + "\n")
 
@@ -254,7 +254,9 @@ class EmulatedVllm:
             stream = self._stream(asked, lambda chunk: self._spelt(chunk, is_chat, stream=True))
             return StreamingResponse(stream, media_type="text/event-stream")
         chunks = [chunk async for chunk in self._chunks(asked)]
-        tokens = [token for chunk in chunks for one in chunk["choices"] for token in one["token_ids"]]
+        tokens = [
+            token for chunk in chunks for one in chunk["choices"] for token in one["token_ids"]
+        ]
         choice = {"index": 0, "token_ids": tokens, "finish_reason": "length"}
         whole = {"choices": [choice], "usage": chunks[-1]["usage"]}
         return JSONResponse(self._spelt(whole, is_chat, stream=False))

@@ -12,7 +12,9 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -41,8 +43,62 @@ NAME = "smollm2"
 WHEELS = ("vllm-router==0.1.17", "smg==1.13.0")
 SIDES = "baton,baton without events,vllm-router,vllm-router kv,smg,round robin"
 BLOCK_TOKENS = 32
+CONTEXT_TOKENS = 100_000
 FIRST_PORT = 20_610
+_SETTLE_S = 4.0  # after its start Baton has a slower tokenizer for some seconds
 _READY_S = 60.0
+
+
+class Fleet:
+    """`baton up` of attached servers, in a folder of its own."""
+
+    def __init__(self, folder: Path, servers: object, **more: object) -> None:
+        config = {
+            "fleet": "attached-bench",
+            "model": DEFAULT_MODEL,
+            "served_model_name": NAME,
+            "numerics": "fast",
+            "port": 0,
+            "pools": {"engine": "vllm", "vllm": {"servers": servers}},
+            **more,
+        }
+        self._output = folder / "output"
+        (folder / "fleet.yaml").write_text(json.dumps(config))
+        self._began_s = time.monotonic()
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fleet.cli.main", "up", str(folder / "fleet.yaml")],
+                env={**os.environ, "BATON_HOME": str(folder)},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    async def ready(self, workers: int) -> tuple[str, float]:
+        """Return the URL, and the seconds until so many servers took requests."""
+        url = ""
+        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+            while True:
+                await asyncio.sleep(0.02)
+                if not url:
+                    found = re.findall(r"Baton is ready at (\S+)/v1", self._output.read_text())
+                    url = found[0] if found else ""
+                    if self.process.poll() is not None:
+                        raise RuntimeError(self._output.read_text())
+                    continue
+                page = (await client.get(f"{url}/fleet")).json()
+                if sum(one["state"] == "ready" for one in page["workers"]) == workers:
+                    return url, time.monotonic() - self._began_s
+
+    def attached(self) -> psutil.Process:
+        """Return the process of the servers."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(one for one in children if "fleet.attached.process" in one.cmdline())
+
+    def stop(self) -> None:
+        """End the fleet and its servers."""
+        self.process.terminate()
+        self.process.wait(30)
 
 
 class Load(NamedTuple):
@@ -201,10 +257,12 @@ class Servers:
         self.ports = [FIRST_PORT + number for number in range(count)]
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.emulated_vllm", str(port), "--events"]
-                + ["--model", NAME, "--words", str(words), "--blocks", str(load.blocks)]
-                + ["--max-model-len", "100000", "--token-s", "0.01"]
-                + ["--prefill-tokens-per-s", str(load.prefill_tokens_per_s)],
+                [
+                    *(sys.executable, "-m", "benchmarks.emulated_vllm", str(port), "--events"),
+                    *("--model", NAME, "--words", str(words), "--blocks", str(load.blocks)),
+                    *("--max-model-len", str(CONTEXT_TOKENS), "--token-s", "0.01"),
+                    *("--prefill-tokens-per-s", str(load.prefill_tokens_per_s)),
+                ],
                 stdout=subprocess.DEVNULL,
             )
             for port in self.ports
@@ -257,13 +315,11 @@ def command_of(side: str, servers: Servers, port: int) -> list[str]:
 async def router(side: str, servers: Servers, folder: Path) -> AsyncIterator[tuple[str, int]]:
     """Run a router; yield its URL and its process id."""
     if side.startswith("baton"):
-        from benchmarks.attached import Fleet
-
         entries = [
             {"url": url, "events": [f"tcp://127.0.0.1:{port + 1000}"] if side == "baton" else []}
             for url, port in zip(servers.urls, servers.ports, strict=True)
         ]
-        fleet = Fleet(folder, entries)
+        fleet = Fleet(folder, entries, max_context_tokens=CONTEXT_TOKENS)
         try:
             url, _ = await fleet.ready(len(entries))
             yield url, fleet.process.pid
@@ -272,26 +328,37 @@ async def router(side: str, servers: Servers, folder: Path) -> AsyncIterator[tup
         return
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command_of(side, servers, port), stdout=log, stderr=log)
+    process, log = started(command_of(side, servers, port), folder)
     try:
-        await _until_ready(url, process, folder / "log")
+        if not await is_ready(url, process):
+            raise RuntimeError(f"the router did not start: {log()}")
         yield url, process.pid
     finally:
         process.kill()
         process.wait()
 
 
-async def _until_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+def started(
+    command: list[str], folder: Path
+) -> tuple["subprocess.Popen[bytes]", Callable[[], str]]:
+    """Start a process; return it, and a function that returns the end of its log."""
+    file = folder / "log"
+    with file.open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    return process, lambda: file.read_text(errors="replace")[-2000:]
+
+
+async def is_ready(url: str, process: "subprocess.Popen[bytes]") -> bool:
+    """Wait until a router serves a request; return False if it ends or takes too long."""
     body = {"model": NAME, "prompt": " the of and to", "max_tokens": 1}
     until_s = time.monotonic() + _READY_S
     async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 if (await client.post(f"{url}/v1/completions", json=body)).status_code == 200:
-                    return
+                    return True
             if process.poll() is not None or time.monotonic() > until_s:
-                raise RuntimeError(f"the router did not start: {log.read_text()[-2000:]}")
+                return False
             await asyncio.sleep(0.1)
 
 
@@ -315,6 +382,7 @@ async def measure(side: str, load: Load, count: int, seed: int, words: dict[str,
                     await _until_listening(client, url)
                 async with router(side, servers, folder) as (url, pid):
                     kill = servers.kill if load.kills else lambda: None
+                    await asyncio.sleep(_SETTLE_S)
                     clients = Clients(client, url, words, seed, kill)
                     before_s = cpu_s(pid)
                     await load.send(clients)
@@ -383,7 +451,7 @@ def row_of(rounds: Sequence[Figures]) -> str:
     """Return cells of a table: medians, and sums of failures."""
 
     def middle(name: str) -> float:
-        return statistics.median(getattr(figures, name) for figures in rounds)
+        return float(statistics.median(getattr(figures, name) for figures in rounds))
 
     lost = ", ".join(
         f"{sum(getattr(one, what) for one in rounds)}" for what in ("failed", "cut", "wrong")

@@ -31,7 +31,8 @@ class ServedModel:
         artifact: Metadata of the model's files.
         names: Served name, then its aliases.
         max_context_tokens: Limit of prompt and answer together; at most the model's own.
-        emulated: Whether workers are emulated, for which the model's own limit does not apply.
+        emulated: Whether workers are emulated, or attached servers with a limit of their own; for
+            both the limit of the model's files does not apply.
         chat_template: Jinja text that replaces the model's own template.
         adapters: LoRA adapters; by default an empty table into which any may be loaded.
 
@@ -91,7 +92,7 @@ class ServedModel:
             settings.model_names,
             adapters=adapters,
             max_context_tokens=settings.max_context_tokens,
-            emulated=bool(settings.emulated),
+            emulated=bool(settings.emulated) or settings.attached,
             chat_template=Path(template).read_text("utf-8") if template else None,
         )
 

@@ -234,8 +234,8 @@ def _checked_model(config: FleetConfig) -> ModelFinding:
     for path in config.adapters.load.values():
         read_adapter(path, artifact.config, config.adapters.max_rank)
     limit = artifact.config.max_context_tokens
-    emulated = config.pools.engine.emulated is not None  # emulated models have no limit
-    if not emulated and (config.max_context_tokens or 0) > limit:
+    limits_itself = config.pools.is_attached or config.pools.engine.emulated is not None
+    if not limits_itself and (config.max_context_tokens or 0) > limit:
         raise ValueError(
             f"max_context_tokens = {config.max_context_tokens} exceeds the model's limit, {limit}"
         )

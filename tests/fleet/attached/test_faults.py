@@ -25,7 +25,8 @@ from tests.fleet.attached.rig import (
 from tests.fleet.test_up import wait_for
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
-LIKE = Emulation(model=MODEL, root=f"/models/{MODEL}", token_s=0.02)
+CONTEXT = 20_000  # more than the model's files say
+LIKE = Emulation(model=MODEL, root=f"/models/{MODEL}", token_s=0.02, max_model_len=CONTEXT)
 
 
 class Pair(NamedTuple):
@@ -40,7 +41,8 @@ class Pair(NamedTuple):
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     thread = ServerThread()
     servers = [thread.start(replace(LIKE)) for _ in range(2)]
-    fleet = AttachedFleet(tmp_path_factory.mktemp("attached"), [one.url for one in servers])
+    urls = [one.url for one in servers]
+    fleet = AttachedFleet(tmp_path_factory.mktemp("attached"), urls, max_context_tokens=CONTEXT)
     try:
         fleet.wait_ready()
         yield Pair(fleet, servers, thread)
@@ -114,6 +116,11 @@ def test_an_error_of_a_server_is_no_error_of_the_client(pair: Pair) -> None:
     for number in range(8):
         prompt = [number, *range(300, 340)]
         assert pair.fleet.complete(4, prompt) == expected(4, prompt)
+
+
+def test_the_context_is_that_of_the_servers(pair: Pair) -> None:
+    prompt = list(range(1000, 11_000))
+    assert pair.fleet.complete(4, prompt) == expected(4, prompt)
 
 
 def test_a_slow_server_is_not_given_up(pair: Pair) -> None:

@@ -43,6 +43,16 @@ def test_overload_is_bounded() -> None:
     assert crowding.wait_per_s("prefill") == pytest.approx(9)
 
 
+def test_what_prompts_find_cached_is_the_price_of_displacing_it() -> None:
+    crowding = Crowding()
+    for _ in range(400):
+        crowding.placed(prompt_tokens=1000, uncached_tokens=250)
+    assert crowding.wait_per_s("prefill") == pytest.approx(0.75, abs=0.01)
+    for _ in range(400):
+        crowding.placed(prompt_tokens=1000, uncached_tokens=1000)
+    assert crowding.wait_per_s("prefill") == pytest.approx(0, abs=0.01)
+
+
 def test_a_burst_counts_for_the_time_it_takes() -> None:
     crowding = Crowding()
     noted(crowding, [False], 0, 60)
