@@ -85,10 +85,11 @@ async def test_calls_of_the_newer_apis_are_spans_of_the_same_kind(
     assert bad["error.type"] == "invalid_request"
 
 
-async def test_the_clients_own_id_is_an_attribute(fleet, spans):
-    await fleet.chat(headers={"x-request-id": "order-66"})
+async def test_the_clients_own_ids_are_attributes(fleet, spans):
+    await fleet.chat(headers={"x-request-id": "order-66", "x-session-id": "s-1"})
     await until(lambda: len(spans()) == 1)
     assert spans()[0].attributes["baton.client_request_id"] == "order-66"
+    assert spans()[0].attributes["gen_ai.conversation.id"] == "s-1"
 
 
 async def test_what_is_refused_ends_its_span_with_the_reason(fleet, spans):
