@@ -92,6 +92,9 @@ def sessions(
 @dataclass(frozen=True, kw_only=True)
 class _AgentChoices(o.Choices):
     ignore_eos: o.IgnoreEos = False  # text after the end of a tool call would not be its JSON
+    alone: Annotated[
+        bool, typer.Option("--alone", help="First run one session alone, to compare TTFT with.")
+    ] = False
 
 
 @with_options("tenant_keys", "token_ids", "endpoint", "warmup_s")
@@ -102,9 +105,6 @@ def agents(
     recorded: AgentTrace,
     choices: _AgentChoices,
     repetition: o.Repetition,
-    alone: Annotated[
-        bool, typer.Option("--alone", help="First run one session alone, to compare TTFT with.")
-    ] = False,
 ) -> None:
     """Simulate agents with tools and growing prompts (closed loop), and count cached tokens.
 
@@ -114,7 +114,7 @@ def agents(
     """
     trace = recorded.trace
     try:
-        if trace is not None and (alone or load != AgentSessions()):
+        if trace is not None and (choices.alone or load != AgentSessions()):
             raise ValueError("--trace has its own sessions: remove the options of made ones")
         plan = (
             load.plan(repetition.seed) if trace is None else recorded.plan(trace, repetition.seed)
@@ -127,7 +127,7 @@ def agents(
         choices = replace(choices, ignore_eos=True)
     settings = o.run_options(choices, ctx.obj, tools=trace is None)
     compared: list[CallRecord] = []
-    if alone:
+    if choices.alone:
         o.check_out(out)
         before = run(alone_plan(plan), settings, None, label="alone")
         if not before.complete:

@@ -15,8 +15,8 @@ from loadtest.workloads.call_graph import (
     MAX_CALLS,
     MAX_TOKENS,
     AgentCall,
-    CallOrder,
-    Part,
+    CallDependencies,
+    TracePart,
     in_order,
 )
 from loadtest.workloads.traces import TraceError
@@ -63,7 +63,7 @@ def read_agentx(path: Path) -> list[AgentCall]:
     """
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     calls: list[AgentCall] = []
-    order = CallOrder()
+    order = CallDependencies()
     names: set[str] = set()
     blocks: dict[tuple[object, int], int] = {}  # after a session's name, or another block
     for number, file in enumerate(files):
@@ -71,7 +71,7 @@ def read_agentx(path: Path) -> list[AgentCall]:
             raise TraceError(f"{file}: larger than {_MAX_FILE_BYTES:,} bytes")
         try:
             trace = msgspec.json.decode(file.read_bytes(), type=_Trace)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise TraceError(f"{file}: {error}") from error
         if trace.id in names:
             raise TraceError(f"{file}: id: {trace.id!r} is in two files")
@@ -84,10 +84,10 @@ def read_agentx(path: Path) -> list[AgentCall]:
 
 def _parts(
     trace: _Trace, calls: list[AgentCall], blocks: dict[tuple[object, int], int], offset_ns: int
-) -> list[Part]:
+) -> list[TracePart]:
     """Add the calls of a trace to ``calls``; return its parts."""
 
-    def part(request: _Request, agent: str, since_s: float) -> Part:
+    def part(request: _Request, agent: str, since_s: float) -> TracePart:
         start_ns = offset_ns + _ns(since_s + request.t)
         end_ns = offset_ns + _ns(since_s + request.t + (request.api_time or 0.0))
         prompt: list[int] = []
@@ -107,7 +107,7 @@ def _parts(
                 block_tokens=trace.block_size,
             )
         )
-        return Part(start_ns, end_ns, len(calls) - 1)
+        return TracePart(start_ns, end_ns, len(calls) - 1)
 
     parts = []
     for entry in trace.requests:
@@ -115,12 +115,13 @@ def _parts(
             parts.append(part(entry, "", 0.0))
             continue
         start_ns = offset_ns + _ns(entry.t)
-        scope = Part(start_ns, start_ns + (entry.duration_ms or 0) * 10**6)
+        scope = TracePart(start_ns, start_ns + (entry.duration_ms or 0) * 10**6)
         for request in entry.requests:  # times of older traces count from the entry's
             inner = part(request, entry.agent_id, entry.t if request.t + 1e-6 < entry.t else 0.0)
             scope.parts.append(inner)
-            scope.widen(inner.start_ns, inner.end_ns)
-        parts.append(scope)
+            scope.widen(inner)
+        if scope.parts:
+            parts.append(scope)
     return parts
 
 

@@ -43,28 +43,28 @@ class AgentCall(NamedTuple):
 
 
 @dataclass(slots=True)
-class Part:
+class TracePart:
     """Call, by its number, or scope with parts."""
 
     start_ns: int
     end_ns: int
     call: int = -1
-    parts: list["Part"] = field(default_factory=list)
+    parts: list["TracePart"] = field(default_factory=list)
 
-    def widen(self, start_ns: int, end_ns: int) -> None:
+    def widen(self, part: "TracePart") -> None:
         """Make the scope last at least as long as a part of it."""
-        self.start_ns = min(self.start_ns, start_ns)
-        self.end_ns = max(self.end_ns, end_ns)
+        self.start_ns = min(self.start_ns, part.start_ns)
+        self.end_ns = max(self.end_ns, part.end_ns)
 
 
-class CallOrder:
+class CallDependencies:
     """Finds what each call waits for; ``after`` lists the calls in an order that respects it."""
 
     def __init__(self) -> None:
         self.after: dict[int, set[int]] = {}
         self._edges = 0
 
-    def add(self, parts: Iterable[Part], before: Iterable[int] = ()) -> set[int]:
+    def add(self, parts: Iterable[TracePart], before: Iterable[int] = ()) -> set[int]:
         """Order the parts of a scope, after the calls ``before``; return the calls at its end.
 
         Raises:
@@ -96,7 +96,7 @@ class CallOrder:
         return sorted(self.after, key=lambda number: calls[number].start_ns)
 
 
-def in_order(calls: Sequence[AgentCall], order: CallOrder, path: Path) -> list[AgentCall]:
+def in_order(calls: Sequence[AgentCall], order: CallDependencies, path: Path) -> list[AgentCall]:
     """Return the calls by their starts, from 0 on, with the places of those that they wait for."""
     ordered = order.numbers(calls)
     if not ordered:

@@ -20,8 +20,8 @@ from loadtest.workloads.call_graph import (
     MAX_CALLS,
     MAX_TOKENS,
     AgentCall,
-    CallOrder,
-    Part,
+    CallDependencies,
+    TracePart,
     in_order,
 )
 from loadtest.workloads.traces import TraceError
@@ -52,7 +52,7 @@ class _Attribute(msgspec.Struct):
     value: _Value = msgspec.field(default_factory=_Value)
 
 
-class _Link(msgspec.Struct, rename={"trace_id": "traceId", "span_id": "spanId"}):
+class _Link(msgspec.Struct, rename="camel"):
     trace_id: str
     span_id: str
 
@@ -89,7 +89,7 @@ class _Node:
         self.span = span
         self.where = where
         self.values = {each.key: each.value for each in span.attributes}
-        self.part: Part | None = None
+        self.part = TracePart(span.start_time_unix_nano, span.end_time_unix_nano)
         if span.end_time_unix_nano < span.start_time_unix_nano:
             raise TraceError(f"{where}: endTimeUnixNano is before startTimeUnixNano")
 
@@ -119,7 +119,7 @@ def read_spans(path: Path) -> list[AgentCall]:
         OSError: The file cannot be read.
     """
     nodes = _nodes(path)
-    sessions: dict[str, list[Part]] = {}
+    sessions: dict[str, list[TracePart]] = {}
     calls: list[AgentCall] = []
     of_call: list[_Node] = []
     for node in nodes.values():
@@ -128,52 +128,45 @@ def read_spans(path: Path) -> list[AgentCall]:
             continue  # a server's span of a call that its client has recorded too
         if len(calls) == MAX_CALLS:
             raise TraceError(f"{node.where}: more than {MAX_CALLS:,} calls")
-        line = [node, *above]
-        session = next((name for each in line if (name := each.text(_SESSION))), "")
-        session = session or node.span.trace_id
-        agents = [each.span.span_id for each in above if each.text(_OPERATION) == "invoke_agent"]
-        start_ns, end_ns = node.span.start_time_unix_nano, node.span.end_time_unix_nano
-        node.part = below = Part(start_ns, end_ns, len(calls))
-        calls.append(
-            AgentCall(
-                session=session,
-                agent=agents[0] if len(agents) > 1 else "",
-                start_ns=start_ns,
-                end_ns=end_ns,
-                input_tokens=node.tokens(_INPUT, least=1),
-                output_tokens=max(node.tokens(_OUTPUT), 1),
-                model=node.text(_MODEL),
-            )
-        )
+        node.part.call = len(calls)
+        calls.append(_call(node, above))
         of_call.append(node)
-        is_new = True
+        below: _Node | None = node
         for each in above:
-            if is_new and each.part is not None:
-                each.part.parts.append(below)
-                is_new = False
-            elif is_new:
-                span = each.span
-                each.part = Part(span.start_time_unix_nano, span.end_time_unix_nano, parts=[below])
-                below = each.part
-            if each.part is not None:
-                each.part.widen(start_ns, end_ns)
-        if is_new:
-            sessions.setdefault(session, []).append(below)
-    order = CallOrder()
+            is_known = bool(each.part.parts)
+            if below is not None:
+                each.part.parts.append(below.part)
+            each.part.widen(node.part)
+            below = None if is_known or below is None else each
+        if below is not None:
+            sessions.setdefault(calls[-1].session, []).append(below.part)
+    order = CallDependencies()
     for parts in sessions.values():
         order.add(parts)
-    for number, node in enumerate(of_call):
+    for node, call in zip(of_call, calls, strict=True):
         for link in node.span.links:
             linked = nodes.get((link.trace_id, link.span_id))
-            if linked is not None and linked.part is not None and linked.part.call >= 0:
-                before = calls[linked.part.call]
-                now_ns = calls[number].start_ns
-                if before.session != calls[number].session:
-                    continue
-                if before.start_ns < now_ns and before.end_ns <= now_ns:
-                    order.after[number].add(linked.part.call)
+            number = linked.part.call if linked is not None else -1
+            if number < 0 or calls[number].session != call.session:
+                continue
+            if calls[number].start_ns < call.start_ns >= calls[number].end_ns:
+                order.after[node.part.call].add(number)
     _add_prompts(calls, of_call, order)
     return in_order(calls, order, path)
+
+
+def _call(node: _Node, above: Sequence[_Node]) -> AgentCall:
+    names = (each.text(_SESSION) for each in (node, *above))
+    agents = [each.span.span_id for each in above if each.text(_OPERATION) == "invoke_agent"]
+    return AgentCall(
+        session=next(filter(None, names), node.span.trace_id),
+        agent=agents[0] if len(agents) > 1 else "",
+        start_ns=node.span.start_time_unix_nano,
+        end_ns=node.span.end_time_unix_nano,
+        input_tokens=node.tokens(_INPUT, least=1),
+        output_tokens=max(node.tokens(_OUTPUT), 1),
+        model=node.text(_MODEL),
+    )
 
 
 def _above(node: _Node, nodes: dict[_Key, _Node]) -> list[_Node]:
@@ -182,10 +175,9 @@ def _above(node: _Node, nodes: dict[_Key, _Node]) -> list[_Node]:
     while node.span.parent_span_id:
         parent = nodes.get(node.parent)
         if parent is None:
-            is_remote = node.span.kind in _REMOTE_KINDS or node.span.flags & _REMOTE_FLAG
-            if not is_remote:
-                raise TraceError(f"{node.where}: parentSpanId: {node.parent[1]} is not in the file")
-            break
+            if node.span.kind in _REMOTE_KINDS or node.span.flags & _REMOTE_FLAG:
+                break
+            raise TraceError(f"{node.where}: parentSpanId: {node.parent[1]} is not in the file")
         if len(above) == _MAX_DEPTH:
             raise TraceError(f"{node.where}: parentSpanId: a cycle, or over {_MAX_DEPTH} levels")
         above.append(parent)
@@ -193,7 +185,7 @@ def _above(node: _Node, nodes: dict[_Key, _Node]) -> list[_Node]:
     return above
 
 
-def _add_prompts(calls: list[AgentCall], nodes: Sequence[_Node], order: CallOrder) -> None:
+def _add_prompts(calls: list[AgentCall], nodes: Sequence[_Node], order: CallDependencies) -> None:
     latest: dict[tuple[str, str], AgentCall] = {}
     count = 0  # of different blocks
     total = 0
@@ -226,7 +218,7 @@ def _nodes(path: Path) -> dict[_Key, _Node]:
                 continue
             try:
                 read = decoder.decode(line)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 raise TraceError(f"{where}: {error}") from error
             for resource in read.resource_spans:
                 for span in (span for scope in resource.scope_spans for span in scope.spans):

@@ -242,6 +242,14 @@ def test_a_damaged_span_names_the_line_and_the_field(tmp_path, spans, said):
         agent_calls(written(tmp_path / "bad", [], spans))
 
 
+def test_deeply_nested_json_is_an_error(tmp_path):
+    (tmp_path / "deep.json").write_text('{"resourceSpans": [], "x": ' + "[" * 100_000)
+    (tmp_path / "other.json").write_text('{"id": "s", "requests": [], "x": ' + "[" * 100_000)
+    for name in ("deep.json", "other.json"):
+        with pytest.raises(TraceError, match=name):
+            agent_calls(tmp_path / name)
+
+
 def test_sizes_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(agentx, "MAX_CALLS", 1)
     monkeypatch.setattr(otel_spans, "MAX_CALLS", 1)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.workloads import call_graph
-from loadtest.workloads.call_graph import CallFrontier, CallOrder, Part
+from loadtest.workloads.call_graph import CallDependencies, CallFrontier, TracePart
 from loadtest.workloads.traces import TraceError
 
 TIMES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), min_size=1, max_size=10)
@@ -19,8 +19,8 @@ def ancestors(after: dict[int, set[int]], call: int) -> set[int]:
 
 @given(TIMES)
 def test_a_call_waits_for_those_that_had_ended_and_for_no_other(times):
-    parts = [Part(start, start + length, call) for call, (start, length) in enumerate(times)]
-    order = CallOrder()
+    parts = [TracePart(start, start + length, call) for call, (start, length) in enumerate(times)]
+    order = CallDependencies()
     last = order.add(parts)
     for one, other in itertools.permutations(parts, 2):
         had_ended = one.end_ns <= other.start_ns and one.start_ns < other.start_ns
@@ -35,11 +35,11 @@ def test_a_call_waits_for_those_that_had_ended_and_for_no_other(times):
 def test_what_follows_a_scope_waits_for_all_of_it_and_its_calls_for_what_was_before(
     times, gap, later
 ):
-    inner = [Part(100 + s, 100 + s + n, call) for call, (s, n) in enumerate(times)]
-    scope = Part(100, max(part.end_ns for part in inner), parts=inner)
-    before = Part(50 - gap, 50, 20)
-    after = Part(scope.end_ns + 1 + later, scope.end_ns + 50, 21)
-    order = CallOrder()
+    inner = [TracePart(100 + s, 100 + s + n, call) for call, (s, n) in enumerate(times)]
+    scope = TracePart(100, max(part.end_ns for part in inner), parts=inner)
+    before = TracePart(50 - gap, 50, 20)
+    after = TracePart(scope.end_ns + 1 + later, scope.end_ns + 50, 21)
+    order = CallDependencies()
     assert order.add([after, scope, before]) == {21}
     assert ancestors(order.after, 21) == {20, *range(len(times))}
     assert all(20 in ancestors(order.after, call) for call in range(len(times)))
@@ -47,9 +47,11 @@ def test_what_follows_a_scope_waits_for_all_of_it_and_its_calls_for_what_was_bef
 
 def test_too_many_edges_are_an_error(monkeypatch):
     monkeypatch.setattr(call_graph, "MAX_EDGES", 20)
-    wide = [Part(0, 1, call) for call in range(5)] + [Part(2, 3, 5 + call) for call in range(5)]
+    wide = [TracePart(0, 1, call) for call in range(5)] + [
+        TracePart(2, 3, 5 + call) for call in range(5)
+    ]
     with pytest.raises(TraceError, match="over 20 ways"):
-        CallOrder().add(wide)
+        CallDependencies().add(wide)
 
 
 GRAPHS = st.integers(1, 12).flatmap(
