@@ -9,7 +9,7 @@ import typer
 from loadtest.commands.compare import compare
 from loadtest.commands.drill import drill
 from loadtest.commands.running import ended_by_signals
-from loadtest.commands.runs import agents, poisson, replay, sessions
+from loadtest.commands.runs import agents, convert, poisson, replay, sessions
 from loadtest.commands.search import search
 
 app = typer.Typer(
@@ -17,5 +17,5 @@ app = typer.Typer(
     "`baton loadtest poisson --rate 2 --requests 100 --out /tmp/run`.",
     no_args_is_help=True,
 )
-for command in (replay, poisson, sessions, agents, search, compare, drill):
+for command in (replay, poisson, sessions, agents, convert, search, compare, drill):
     app.command()(ended_by_signals()(command))

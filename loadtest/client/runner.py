@@ -14,10 +14,12 @@ from loadtest.client.dialogue import Dialogue
 from loadtest.client.exchange import Exchanged, Target, exchange
 from loadtest.client.records import CallRecord, ClientJob, ClientReport, ServerOptions
 from loadtest.workloads.agents import agent_prompt
+from loadtest.workloads.call_graph import CallFrontier
 from loadtest.workloads.plan import Conversation, Turn
 from loadtest.workloads.prompts import PromptWriter
 
 _LAG_PERIOD_S = 0.02
+_BUILD_S = 0.1  # before a request of a graph is due: bodies are too large to be kept for long
 _ROUND = 6  # decimal places of recorded seconds: microseconds
 
 
@@ -65,6 +67,10 @@ class PlanRunner:
             async with asyncio.TaskGroup() as conversations:
                 ordered = sorted(self._job.plan.conversations, key=lambda c: c.start_s)
                 for conversation in ordered:
+                    if conversation.is_graph:
+                        await _sleep_until(zero_s + conversation.start_s)
+                        conversations.create_task(self._follow(conversation, zero_s))
+                        continue
                     # Built early, so that building does not delay the request.
                     dialogue = self._requests.dialogue(conversation)
                     body = self._requests.body(conversation.turns[0], dialogue)
@@ -107,6 +113,28 @@ class PlanRunner:
             dialogue.keep(exchanged.reader.text, exchanged.reader.calls)
             self._count += 1
             self._record(self._record_of(turn, exchanged, intended_s, zero_s))
+
+    async def _follow(self, conversation: Conversation, zero_s: float) -> None:
+        """Send each turn of a graph when those that it waits for have ended, and failed or not."""
+        turns = conversation.turns
+        frontier = CallFrontier([turn.after for turn in turns], [turn.think_s for turn in turns])
+        async with asyncio.TaskGroup() as group:
+
+            async def call(number: int, due_s: float) -> None:
+                turn = turns[number]
+                await _sleep_until(due_s - _BUILD_S)
+                body = self._requests.body(turn, Dialogue())
+                await _sleep_until(due_s)
+                exchanged = await self._requests.send(turn, body, keep_text=self._job.keep_answers)
+                self._count += 1
+                self._record(self._record_of(turn, exchanged, due_s, zero_s))
+                start(frontier.ended(number, time.monotonic()))
+
+            def start(ready: list[tuple[int, float]]) -> None:
+                for number, due_s in ready:
+                    group.create_task(call(number, due_s))
+
+            start(frontier.begin(zero_s + conversation.start_s))
 
     def _record_of(
         self, turn: Turn, exchanged: Exchanged, intended_s: float, zero_s: float

@@ -8,7 +8,9 @@ import msgspec
 import typer
 
 from loadtest.commands import options as o
+from loadtest.workloads.agent_traces import agent_calls
 from loadtest.workloads.agents import MAX_TOOLS, Agents, agent_plan
+from loadtest.workloads.call_graph import agent_trace_plan
 from loadtest.workloads.lengths import parse_lengths
 from loadtest.workloads.plan import Plan
 from loadtest.workloads.recorded import is_recorded, recorded_plan
@@ -138,6 +140,26 @@ class Recording:
         if self.shrink != 1:
             raise TraceError(f"{trace}: recorded texts cannot be shrunk: remove --shrink")
         return recorded_plan(trace, limit=self.limit, speed=self.speed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentTrace(Recording):
+    """Options for replaying sessions of agents."""
+
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Replay sessions instead: OpenTelemetry's GenAI spans (OTLP JSON lines), or "
+            "aiperf's agent traces (a JSON file, or a folder of them)."
+        ),
+    ] = None
+
+    def plan(self, trace: Path, seed: int) -> Plan:
+        """Return the plan in which a request starts when those that it waits for have ended."""
+        calls = agent_calls(trace, self.limit)
+        return agent_trace_plan(
+            calls, name=trace.name, seed=seed, speed=self.speed, shrink=self.shrink
+        )
 
 
 def _parsed(chosen: dict[str, Any]) -> dict[str, Any]:

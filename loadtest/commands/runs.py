@@ -1,6 +1,6 @@
 """`baton loadtest replay`, `poisson`, `sessions` and `agents`: one plan, one run, one folder."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,13 +9,29 @@ import typer
 
 from loadtest.client.records import CallRecord
 from loadtest.commands import options as o
-from loadtest.commands.loads import AgentSessions, Disturbed, Recording, Users
+from loadtest.commands.loads import AgentSessions, AgentTrace, Disturbed, Recording, Users
 from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED, run, run_and_show, show_and_write
 from loadtest.metrics.turns import turn_figures
 from loadtest.reasons import file_reason
 from loadtest.results.files import write_results
+from loadtest.workloads.agent_traces import agent_calls
 from loadtest.workloads.agents import alone as alone_plan
+from loadtest.workloads.agentx import write_agentx
+from loadtest.workloads.traces import TraceError
+
+
+def convert(
+    trace: Annotated[Path, typer.Argument(help="Trace of agents, as for `agents --trace`.")],
+    folder: Annotated[Path, typer.Argument(help="New folder, with a JSON file per session.")],
+) -> None:
+    """Write a trace of agents, such as a fleet's own spans, in aiperf's format (weka_trace)."""
+    try:
+        write_agentx(agent_calls(trace), folder)
+    except OSError as error:
+        o.fail(file_reason(error))
+    except TraceError as error:
+        o.fail(str(error))
 
 
 @with_options("tenant_keys")
@@ -76,6 +92,9 @@ def sessions(
 @dataclass(frozen=True, kw_only=True)
 class _AgentChoices(o.Choices):
     ignore_eos: o.IgnoreEos = False  # text after the end of a tool call would not be its JSON
+    alone: Annotated[
+        bool, typer.Option("--alone", help="First run one session alone, to compare TTFT with.")
+    ] = False
 
 
 @with_options("tenant_keys", "token_ids", "endpoint", "warmup_s")
@@ -83,24 +102,32 @@ def agents(
     ctx: typer.Context,
     out: o.Out,
     load: AgentSessions,
+    recorded: AgentTrace,
     choices: _AgentChoices,
     repetition: o.Repetition,
-    alone: Annotated[
-        bool, typer.Option("--alone", help="First run one session alone, to compare TTFT with.")
-    ] = False,
 ) -> None:
     """Simulate agents with tools and growing prompts (closed loop), and count cached tokens.
 
     Every turn sends a tool result if the server called a tool, else a user's message. A server that
-    already got this seed has its prompts cached: change --seed.
+    already got this seed has its prompts cached: change --seed. With --trace a request starts when
+    those that it waited for have ended, and sends made text of the recorded length.
     """
+    trace = recorded.trace
     try:
-        plan = load.plan(repetition.seed)
+        if trace is not None and (choices.alone or load != AgentSessions()):
+            raise ValueError("--trace has its own sessions: remove the options of made ones")
+        plan = (
+            load.plan(repetition.seed) if trace is None else recorded.plan(trace, repetition.seed)
+        )
+    except OSError as error:
+        o.fail(file_reason(error))
     except ValueError as error:
         o.fail(str(error))
-    settings = o.run_options(choices, ctx.obj, tools=True)
+    if trace is not None:
+        choices = replace(choices, ignore_eos=True)
+    settings = o.run_options(choices, ctx.obj, tools=trace is None)
     compared: list[CallRecord] = []
-    if alone:
+    if choices.alone:
         o.check_out(out)
         before = run(alone_plan(plan), settings, None, label="alone")
         if not before.complete:

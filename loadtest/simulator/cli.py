@@ -36,6 +36,8 @@ from loadtest.simulator.report import (
 )
 from loadtest.simulator.setup import Plan, Setup
 from loadtest.simulator.simulation import Simulation
+from loadtest.workloads.agent_traces import agent_calls, is_agent_trace
+from loadtest.workloads.call_graph import trace_requests
 from loadtest.workloads.days import days
 from loadtest.workloads.shifting import shifting
 from loadtest.workloads.traces import TraceError, TraceRequest, read_trace
@@ -67,6 +69,8 @@ class _Part:
     def requests(self, trace: Path) -> list[TraceRequest]:
         """Return the requests of the trace that are simulated."""
         requests = _requests(trace, self.limit, "TRACE")
+        if any(each.after for each in requests) and (self.shift or self.in_days):
+            raise typer.BadParameter("--shift and --days need a trace without agents")
         if self.shift:
             requests = shifting(requests)
         return days(requests, self.in_days) if self.in_days else requests
@@ -90,7 +94,7 @@ _GOOD = SimulationSlo()
     "check_every_step",
 )
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV file.")],
+    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL, Azure CSV, or a trace of agents.")],
     setup: Setup,
     policy: Annotated[
         str, typer.Option(help=f"Routing policy: {FLEET}, {', '.join(POLICIES)}, or {ALL}.")
@@ -193,6 +197,8 @@ def replay(trace: Path, setup: Setup, limit: int | None = None, *, as_json: bool
 
 def _requests(trace: Path, limit: int | None, option: str) -> list[TraceRequest]:
     try:
+        if is_agent_trace(trace):
+            return trace_requests(agent_calls(trace, limit))
         return read_trace(trace, limit)
     except OSError as error:
         raise typer.BadParameter(file_reason(error), param_hint=option) from error

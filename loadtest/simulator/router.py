@@ -6,7 +6,7 @@ same machines and policies: ``Admission``, ``Tickets``, ``Placer``, ``LoadBook``
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -57,6 +57,7 @@ class SimulatedRouter(WorkerListener):
         self.records: dict[str, Record] = {}
         self.deaths = 0
         self.ended = 0
+        self.on_ended: Callable[[Record], None] = lambda _: None
         self.work = WorkCounter()
         self._settings = settings
         self._table = table
@@ -320,6 +321,7 @@ class SimulatedRouter(WorkerListener):
             self._gate.learn_step(record.predicted_step_s, step_s, record.tokens)
         if not error:
             self._placer.learn(record.request, record.tokens)
+        self.on_ended(record)
         self._pump()
 
     def on_live(self, worker: SimulatedWorker, role: Role) -> None:

@@ -1,7 +1,8 @@
 """Simulation of a trace on a fleet, with deaths and restarts of workers."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from hashlib import blake2b
 
@@ -20,6 +21,7 @@ from loadtest.simulator.router import SimulatedRouter
 from loadtest.simulator.setup import Setup
 from loadtest.simulator.table import SimulatedTable, capabilities
 from loadtest.simulator.worker import SimulatedWorker
+from loadtest.workloads.call_graph import CallFrontier
 from loadtest.workloads.traces import TraceRequest
 from router.request import GenerationRequest
 
@@ -49,6 +51,12 @@ class Simulation:
         self.roles = {f"worker-{number}": role for number, role in enumerate(roles)}
         computing: Role = "prefill" if setup.prefill_workers else "decode"
         self.computing = {name for name, role in self.roles.items() if role == computing}
+        self._frontier: CallFrontier | None = None  # of a trace of agents
+        if any(request.after for request in trace):
+            pauses_s = [one.pause_s if one.after else one.arrival_s for one in trace]
+            self._frontier = CallFrontier(
+                [one.after for one in trace], [pause_s / setup.speed for pause_s in pauses_s]
+            )
         self.records = self._records(trace)
         self.wanted: dict[Role, int] = {
             "prefill": setup.prefill_workers,
@@ -65,12 +73,33 @@ class Simulation:
         """Run until every request has ended; return the records in the order of arrival."""
         for name in list(self.roles):
             self._start(name, 1, random.Random(f"{self.setup.seed}/faults/{name}"))
-        for record in self.records:
-            self.clock.at(record.request.arrived_ns, partial(self.router.submit, record))
+        if self._frontier is None:
+            for record in self.records:
+                self.clock.at(record.request.arrived_ns, partial(self.router.submit, record))
+        else:
+            self._follow(self._frontier)
         if self.planner is not None:
             self.planner.start()
         self.clock.run()
         return self.records
+
+    def _follow(self, frontier: CallFrontier) -> None:
+        """Send each call when those that it waits for have ended, from now on."""
+        places = {record.id: place for place, record in enumerate(self.records)}
+        records = self.records
+
+        def send(ready: Iterable[tuple[int, float]]) -> None:
+            for place, at_s in ready:
+                record = records[place]
+                record.sent_ns = max(round(at_s * 1e9), self.clock.now_ns)
+                record.request = replace(record.request, arrived_ns=record.sent_ns)
+                self._last_arrival_ns = max(self._last_arrival_ns, record.sent_ns)
+                self.clock.at(record.sent_ns, partial(self.router.submit, record))
+
+        self.router.on_ended = lambda record: send(
+            frontier.ended(places[record.id], self.clock.now_ns / 1e9)
+        )
+        send(frontier.begin(0.0))
 
     def drop_unfinished(self) -> None:
         """Keep only the records of requests that have ended, after an interrupted run."""
@@ -213,8 +242,10 @@ class Simulation:
     def _records(self, trace: Sequence[TraceRequest]) -> list[Record]:
         setup = self.setup
         draw = random.Random(f"{self.setup.seed}/arrivals")
+        # A place in a graph is that of a record: it keeps the trace's order.
+        spread_s = setup.spread_s if self._frontier is None else 0.0
         arrivals_ns = [
-            round((request.arrival_s + draw.random() * setup.spread_s) / setup.speed * 1e9)
+            round((request.arrival_s + draw.random() * spread_s) / setup.speed * 1e9)
             for request in trace
         ]
         order = sorted(range(len(trace)), key=lambda index: (arrivals_ns[index], index))

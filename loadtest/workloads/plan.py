@@ -3,9 +3,10 @@
     Plan ─▶ Conversation (starts at a time) ─▶ Turn (one request)
 
 A single request is a conversation of one turn. In a conversation each turn waits for the end of the
-previous one and then for ``think_s`` (closed loop). Conversations do not wait for each other (open
-loop). Prompts are recipes that ``loadtest.workloads.prompts`` expands, so that the plan of a whole
-trace stays small and two runs of one plan send the same text.
+previous one, or in a graph of those that it names, and then for ``think_s`` (closed loop).
+Conversations do not wait for each other (open loop). Prompts are recipes that
+``loadtest.workloads.prompts`` expands, so that the plan of a whole trace stays small and two runs
+of one plan send the same text.
 """
 
 import hashlib
@@ -44,6 +45,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     session: int | None = None  # number of an agent's session
     number: int = 0  # of the turn in this session, from 1
     body: str = ""  # JSON of a recorded request, instead of a prompt
+    after: tuple[int, ...] = ()  # in a graph: places of the turns that must have ended
 
     @property
     def prompt_tokens(self) -> int:
@@ -57,6 +59,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float  # planned time of the first turn
     turns: tuple[Turn, ...]
     agent: AgentSetup | None = None  # system prompt and tools, if the user is an agent
+    is_graph: bool = False  # a turn waits for those in ``after``, not for the one before it
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,8 @@ class TraceRequest(NamedTuple):
     input_tokens: int
     output_tokens: int
     block_hashes: tuple[int, ...] = ()  # one per 512 input tokens; the last may be partial
+    after: tuple[int, ...] = ()  # places of the requests that must have ended; none: at its arrival
+    pause_s: float = 0.0  # from the end of the last of these
 
 
 class TraceError(ValueError):

@@ -1,10 +1,12 @@
 """`baton loadtest agents` against small real servers: what they get, and what the report has."""
 
+import asyncio
 import json
 
 from loadtest.results.files import read_results
 from tests.loadtest.test_commands import run
 from tests.loadtest.tiny_server import Stream, tiny_server, words
+from tests.loadtest.workloads.agent_files import FORK, SPANS, written
 
 SMALL = ("--turns", 3, "--think-s", 0.01, "--system-tokens", 5000, "--turn-tokens", 50)
 TWO = (*SMALL, "--sessions", 2, "--answer-tokens", 3)
@@ -131,3 +133,47 @@ def test_a_server_that_rejects_tools_reads_them_in_the_system_prompt(tmp_path):
     assert found.server["tools"] == "described"
     system = server.bodies[-1]["messages"][0]["content"]
     assert system.count('"type": "function"') == 24
+
+
+def test_calls_of_a_trace_start_when_those_before_them_have_ended(tmp_path):
+    async def slow(body: dict, stream: Stream) -> None:
+        """The first of the sub-agents' calls fails, another takes longer than recorded."""
+        length = len(body["messages"][-1]["content"].split())
+        if length == 130 and not failed:
+            failed.append(body)
+            await stream.head(500, "application/json")
+            await stream.raw(b"{}")
+            await stream.end()
+            return
+        await asyncio.sleep(0.4 if length == 130 else 0.02)
+        await words(body, stream)
+
+    failed: list[dict] = []
+    trace = written(tmp_path / "spans.jsonl", SPANS)
+    with tiny_server(slow) as server:
+        load = ("--trace", trace, "--speed", 10, "--url", server.url, "--out", tmp_path / "out")
+        run("agents", *load, "--clients", 2)
+    first, *forks, second, last = read_results(tmp_path / "out").records
+    assert sorted(r.end for r in (first, *forks, second, last)) == ["http_error", *["ok"] * 4]
+    for fork in forks:
+        assert 0.1 <= fork.intended_s - first.ended_s < 0.2
+    [before] = (fork for fork in forks if fork.session == second.session)
+    assert 0.1 <= second.intended_s - before.ended_s < 0.2
+    assert 0.15 <= last.intended_s - max(r.ended_s for r in (second, *forks)) < 0.25
+    sent = server.bodies[1:]
+    assert all(body["ignore_eos"] and "tools" not in body for body in sent)
+    texts = [body["messages"][0]["content"].split() for body in sent]
+    assert texts[-1][:192] == texts[0][:192] != texts[1][:192]
+
+
+def test_a_trace_excludes_made_sessions_and_is_converted_for_aiperf(tmp_path):
+    trace = written(tmp_path / "spans.jsonl", SPANS)
+    shown = run("agents", "--trace", trace, "--out", tmp_path / "out", "--turns", 3, code=1)
+    assert "remove the options of made ones" in shown.stderr
+    run("convert", trace, tmp_path / "aiperf")
+    [file] = (tmp_path / "aiperf").iterdir()
+    requests = json.loads(file.read_text())["requests"]
+    assert [each["type"] for each in requests] == [each["type"] for each in FORK["requests"]]
+    assert "exists" in run("convert", trace, tmp_path / "aiperf", code=1).stderr
+    trace.write_text("{}")
+    assert "neither spans" in run("convert", trace, tmp_path / "new", code=1).stderr

@@ -26,6 +26,7 @@ from router.frontend.api.caller import Caller
 from router.frontend.api.formats.answer_format import usage
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.call import Call
+from router.sessions.identity import session_of
 
 PLACED = "placed on "
 """Prefix of the timeline event that starts an attempt."""
@@ -34,7 +35,9 @@ PLACED = "placed on "
 def gateway_span(tracing: Tracing, operation: str, body: GenerationBody, caller: Caller) -> Span:
     """Start the span of a ``chat`` or ``text_completion``; it never contains text."""
     limit = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    session = session_of(caller.session, body.prompt_cache_key, body.user)
     attributes = {
+        "gen_ai.conversation.id": session.id or None,
         "gen_ai.request.max_tokens": limit or body.max_tokens,
         "gen_ai.request.temperature": body.temperature,
         "gen_ai.request.top_p": body.top_p,

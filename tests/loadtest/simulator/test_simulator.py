@@ -27,10 +27,13 @@ from loadtest.simulator.report import SimulationSlo, as_json, bound_share, figur
 from loadtest.simulator.setup import Setup
 from loadtest.simulator.simulation import Simulation
 from loadtest.simulator.worker import SimulatedWorker
+from loadtest.workloads.agent_traces import agent_calls
+from loadtest.workloads.call_graph import trace_requests
 from loadtest.workloads.days import days
 from loadtest.workloads.traces import TraceRequest, read_trace
 from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_sources import Source
+from tests.loadtest.workloads.agent_files import SPANS, written
 from tests.soak import examples
 
 SAMPLE = Path(__file__).parents[2] / "router" / "placement" / "conversation_sample.jsonl"
@@ -659,3 +662,29 @@ def test_plan_replays_a_trace_beside_the_fixed_split(tmp_path):
     shown = CliRunner().invoke(app, ["plan", "--replay", str(tmp_path / "none")])
     assert shown.exit_code == 2
     assert "--replay" in shown.output
+
+
+def test_calls_of_agents_are_sent_when_those_before_them_have_ended(tmp_path):
+    """Also those after a refused call, and by the same frontier as in a load test."""
+    calls = agent_calls(written(tmp_path / "spans.jsonl", SPANS))
+    for more in ({}, {"speed": 4.0}, {"mtbf_s": 2.0, "repair_s": 1.0}):
+        setup = replace(SMALL, spread_s=3.0, **more)
+        simulation = run(setup, trace_requests(calls))
+        assert_nothing_is_left(simulation)
+        records = simulation.records
+        assert [record.ends for record in records] == [1] * 5
+        pauses_ns = [round(pause * 1e9 / setup.speed) for pause in (0.0, 1.0, 1.0, 1.0, 1.5)]
+        for call, record, pause_ns in zip(calls, records, pauses_ns, strict=True):
+            before_ns = max((records[each].ended_ns for each in call.after), default=0)
+            assert abs(record.sent_ns - before_ns - pause_ns) < 1000
+            assert record.request.arrived_ns >= record.sent_ns
+
+
+def test_the_command_takes_traces_of_agents(tmp_path):
+    trace = str(written(tmp_path / "spans.jsonl", SPANS))
+    command = ["simulate", trace, "--prefill", "1", "--decode", "1", "--json"]
+    one, other = (CliRunner().invoke(app, command).stdout for _ in range(2))
+    assert json.loads(one)["figures"]["answered"] == 5
+    assert one == other
+    refused = CliRunner().invoke(app, [*command, "--shift"])
+    assert "trace without agents" in refused.stderr

@@ -1,11 +1,17 @@
 """One span for each call, with GenAI attributes, and the workers' spans below it."""
 
+import json
+from base64 import b64decode
+
 import pytest
+from google.protobuf.json_format import MessageToDict
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
+from loadtest.workloads.agent_traces import agent_calls
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
 
@@ -85,10 +91,11 @@ async def test_calls_of_the_newer_apis_are_spans_of_the_same_kind(
     assert bad["error.type"] == "invalid_request"
 
 
-async def test_the_clients_own_id_is_an_attribute(fleet, spans):
-    await fleet.chat(headers={"x-request-id": "order-66"})
+async def test_the_clients_own_ids_are_attributes(fleet, spans):
+    await fleet.chat(headers={"x-request-id": "order-66", "x-session-id": "s-1"})
     await until(lambda: len(spans()) == 1)
     assert spans()[0].attributes["baton.client_request_id"] == "order-66"
+    assert spans()[0].attributes["gen_ai.conversation.id"] == "s-1"
 
 
 async def test_what_is_refused_ends_its_span_with_the_reason(fleet, spans):
@@ -152,3 +159,22 @@ async def test_the_parts_of_a_call_lie_in_its_time_and_a_retry_links_to_what_it_
     assert first.attributes["baton.placement"] != second.attributes["baton.placement"]
     assert set(parts(answered)) == {"baton.queue", "baton.attempt", "baton.delivery"}
     assert first.end_time == second.start_time
+
+
+async def test_a_fleets_spans_are_a_load(fleet, spans, tmp_path):
+    """As a collector writes them: ids are hexadecimal, 64-bit numbers are strings."""
+    for number in (1, 2):
+        await fleet.chat("hello " * 40 * number, headers={"x-session-id": "s-1"})
+        await until(lambda number=number: len(spans()) == number)
+    lines = MessageToDict(encode_spans(spans()))
+    for span in lines["resourceSpans"][0]["scopeSpans"][0]["spans"]:
+        for name in ("traceId", "spanId"):
+            span[name] = b64decode(span[name]).hex()
+        span["kind"] = SpanKind.SERVER.value + 1
+    (tmp_path / "spans.jsonl").write_text(json.dumps(lines) + "\n")
+    first, second = agent_calls(tmp_path / "spans.jsonl")
+    assert [first.session, second.session] == ["s-1", "s-1"]
+    assert second.after == (0,)
+    usage = [dict(span.attributes)["gen_ai.usage.input_tokens"] for span in spans()]
+    assert [first.input_tokens, second.input_tokens] == usage
+    assert second.blocks[: len(first.blocks)] == first.blocks
