@@ -93,9 +93,10 @@ class Picked:
         if self._computed or stream.status != 200 or not stream.tail:
             return
         self._computed = True
-        self._placer.book.computed(self._request.request_id)
+        now_ns = monotonic_ns()
+        self._placer.computed(self._request.request_id, now_ns)
         mode = self._request.mode
-        actual_s = (monotonic_ns() - self._placement.placed_ns) / 1e9
+        actual_s = (now_ns - self._placement.placed_ns) / 1e9
         error_s = abs(actual_s - self._placement.chosen.terms.first_token_s)
         self._metrics.observe("baton_actual_seconds", actual_s, mode=mode)
         self._metrics.observe("baton_prediction_error_seconds", error_s, mode=mode)
@@ -104,7 +105,7 @@ class Picked:
 
     def end(self, stream: GatewayStream) -> None:
         """Note the end of the stream, and correct what is known by the response's usage."""
-        self._placer.book.release(self._request.request_id)
+        self._placer.release(self._request.request_id)
         cached_tokens, completion_tokens = stream.usage()
         if self._computed and completion_tokens is not None:
             self._placer.learn(self._request, completion_tokens)

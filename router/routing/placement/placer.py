@@ -383,7 +383,8 @@ class Placer:
         tokens = chosen.uncached_tokens
         context = context_tokens(length - tokens, length)
         book = partial(self.book.book, request_id=request.request_id)
-        link = self._workers.link(computes.worker_id)
+        slot = self._workers.get(computes.worker_id)
+        link = slot.link if slot is not None else None
         whole = link is not None and bool(external_engine(link.capabilities))
         load = partial(Booking, adapter=request.adapter_digest, whole=whole)
         # The engine gets the request after the pulls, and prefill after a step of decode.
