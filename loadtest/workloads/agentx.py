@@ -31,7 +31,7 @@ class _Request(msgspec.Struct, tag_field="type", tag="n"):
     t: _Seconds
     input_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = msgspec.field(name="in")
     output_length: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] = msgspec.field(name="out")
-    model: str = ""
+    model: str = "unknown"
     hash_ids: list[int] = []
     api_time: _Seconds | None = None
 
@@ -136,42 +136,23 @@ def write_agentx(calls: Sequence[AgentCall], folder: Path) -> None:
     for call in calls:
         sessions.setdefault(call.session, []).append(call)
     for number, (session, members) in enumerate(sessions.items()):
-        requests: list[dict[str, Any]] = []
-        agents: dict[str, list[dict[str, Any]]] = {"": requests}
+        models = sorted({call.model for call in members})
+        agents: dict[str, list[dict[str, Any]]] = {"": []}
         for call in members:
             written = _written(call, members[0].start_ns)
             if call.agent not in agents:
                 agents[call.agent] = []
-                requests.append(
-                    {
-                        "type": "subagent",
-                        "t": written["t"],
-                        "agent_id": call.agent,
-                        "subagent_type": "agent",
-                        "status": "completed",
-                        "models": sorted({m.model for m in members if m.agent == call.agent}),
-                        "requests": agents[call.agent],
-                    }
-                )
+                entry = {"type": "subagent", "t": written["t"], "agent_id": call.agent}
+                entry |= {"subagent_type": "agent", "status": "completed", "models": models}
+                agents[""].append(entry | {"requests": agents[call.agent]})
             agents[call.agent].append(written)
-        trace = {
-            "id": session,
-            "models": sorted({call.model for call in members}),
-            "block_size": members[0].block_tokens,
-            "hash_id_scope": "local",
-            "requests": requests,
-        }
+        trace = {"id": session, "models": models, "block_size": members[0].block_tokens}
+        trace |= {"hash_id_scope": "local", "requests": agents[""]}
         (folder / f"session-{number:05}.json").write_bytes(msgspec.json.encode(trace))
 
 
 def _written(call: AgentCall, zero_ns: int) -> dict[str, Any]:
     start_us, end_us = (round((ns - zero_ns) / 1e3) for ns in (call.start_ns, call.end_ns))
-    return {
-        "type": "n",
-        "t": start_us / 1e6,
-        "api_time": (end_us - start_us) / 1e6,
-        "model": call.model,
-        "in": call.input_tokens,
-        "out": call.output_tokens,
-        "hash_ids": call.blocks,
-    }
+    times = {"type": "n", "t": start_us / 1e6, "api_time": (end_us - start_us) / 1e6}
+    lengths = {"in": call.input_tokens, "out": call.output_tokens, "hash_ids": call.blocks}
+    return times | {"model": call.model} | lengths

@@ -165,7 +165,7 @@ def _call(node: _Node, above: Sequence[_Node]) -> AgentCall:
         end_ns=node.span.end_time_unix_nano,
         input_tokens=node.tokens(_INPUT, least=1),
         output_tokens=max(node.tokens(_OUTPUT), 1),
-        model=node.text(_MODEL),
+        model=node.text(_MODEL) or "unknown",
     )
 
 
@@ -198,7 +198,7 @@ def _add_prompts(calls: list[AgentCall], nodes: Sequence[_Node], order: CallDepe
         own = latest.get((call.session, call.agent))
         waited = (calls[each] for each in order.after[number])
         base = own or max(waited, key=lambda each: each.end_ns, default=None)
-        text = range(-1, -length - 1, -1) if base is None else base.blocks
+        text = range(_MAX_BLOCKS, _MAX_BLOCKS + length) if base is None else base.blocks
         grows = own is not None and own.input_tokens <= call.input_tokens
         shared = text[: length if grows else min(node.tokens(_CACHED) // BLOCK_TOKENS, length)]
         new = range(count, count + length - len(shared))
