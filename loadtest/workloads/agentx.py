@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from loadtest.workloads.call_graph import (
+    MAX_BLOCKS,
     MAX_CALLS,
     MAX_TOKENS,
     AgentCall,
@@ -21,7 +22,7 @@ from loadtest.workloads.call_graph import (
 )
 from loadtest.workloads.traces import TraceError
 
-_MAX_FILE_BYTES = 1 << 28
+_MAX_FILE_BYTES = 1 << 26
 _RAMP_NS = 2_000_000_000  # over which the sessions of a folder start: their times are their own
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e8)]
@@ -94,6 +95,8 @@ def _parts(
         for block in request.hash_ids[: request.input_length // trace.block_size]:
             before = prompt[-1] if prompt else trace.id
             prompt.append(blocks.setdefault((before, block), len(blocks)))
+        if len(blocks) > MAX_BLOCKS:
+            raise TraceError(f"session {trace.id}: hash_ids: more than {MAX_BLOCKS:,} blocks")
         calls.append(
             AgentCall(
                 session=trace.id,
