@@ -123,6 +123,8 @@ def simulate(
     _check_word(link, LINKS, "--link")
     limits = _limits(admission.slo_ttft_s, admission.slo_itl_s, setup)
     requests = part.requests(trace)
+    if is_agent_trace(trace):  # whose times are no ticks
+        setup = replace(setup, spread_s=0.0)
     results: dict[str, SimulationFigures] = {}
     written: list[bytes] = []
     for name in [*POLICIES, FLEET] if policy == ALL else [policy]:

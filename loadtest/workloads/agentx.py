@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from loadtest.workloads.call_graph import (
+    MAX_BLOCKS,
     MAX_CALLS,
     MAX_TOKENS,
     AgentCall,
@@ -21,7 +22,7 @@ from loadtest.workloads.call_graph import (
 )
 from loadtest.workloads.traces import TraceError
 
-_MAX_FILE_BYTES = 1 << 28
+_MAX_FILE_BYTES = 1 << 26
 _RAMP_NS = 2_000_000_000  # over which the sessions of a folder start: their times are their own
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e8)]
@@ -31,7 +32,7 @@ class _Request(msgspec.Struct, tag_field="type", tag="n"):
     t: _Seconds
     input_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = msgspec.field(name="in")
     output_length: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] = msgspec.field(name="out")
-    model: str = ""
+    model: str = "unknown"
     hash_ids: list[int] = []
     api_time: _Seconds | None = None
 
@@ -94,6 +95,8 @@ def _parts(
         for block in request.hash_ids[: request.input_length // trace.block_size]:
             before = prompt[-1] if prompt else trace.id
             prompt.append(blocks.setdefault((before, block), len(blocks)))
+        if len(blocks) > MAX_BLOCKS:
+            raise TraceError(f"session {trace.id}: hash_ids: more than {MAX_BLOCKS:,} blocks")
         calls.append(
             AgentCall(
                 session=trace.id,
@@ -136,42 +139,23 @@ def write_agentx(calls: Sequence[AgentCall], folder: Path) -> None:
     for call in calls:
         sessions.setdefault(call.session, []).append(call)
     for number, (session, members) in enumerate(sessions.items()):
-        requests: list[dict[str, Any]] = []
-        agents: dict[str, list[dict[str, Any]]] = {"": requests}
+        models = sorted({call.model for call in members})
+        agents: dict[str, list[dict[str, Any]]] = {"": []}
         for call in members:
             written = _written(call, members[0].start_ns)
             if call.agent not in agents:
                 agents[call.agent] = []
-                requests.append(
-                    {
-                        "type": "subagent",
-                        "t": written["t"],
-                        "agent_id": call.agent,
-                        "subagent_type": "agent",
-                        "status": "completed",
-                        "models": sorted({m.model for m in members if m.agent == call.agent}),
-                        "requests": agents[call.agent],
-                    }
-                )
+                entry = {"type": "subagent", "t": written["t"], "agent_id": call.agent}
+                entry |= {"subagent_type": "agent", "status": "completed", "models": models}
+                agents[""].append(entry | {"requests": agents[call.agent]})
             agents[call.agent].append(written)
-        trace = {
-            "id": session,
-            "models": sorted({call.model for call in members}),
-            "block_size": members[0].block_tokens,
-            "hash_id_scope": "local",
-            "requests": requests,
-        }
+        trace = {"id": session, "models": models, "block_size": members[0].block_tokens}
+        trace |= {"hash_id_scope": "local", "requests": agents[""]}
         (folder / f"session-{number:05}.json").write_bytes(msgspec.json.encode(trace))
 
 
 def _written(call: AgentCall, zero_ns: int) -> dict[str, Any]:
     start_us, end_us = (round((ns - zero_ns) / 1e3) for ns in (call.start_ns, call.end_ns))
-    return {
-        "type": "n",
-        "t": start_us / 1e6,
-        "api_time": (end_us - start_us) / 1e6,
-        "model": call.model,
-        "in": call.input_tokens,
-        "out": call.output_tokens,
-        "hash_ids": call.blocks,
-    }
+    times = {"type": "n", "t": start_us / 1e6, "api_time": (end_us - start_us) / 1e6}
+    lengths = {"in": call.input_tokens, "out": call.output_tokens, "hash_ids": call.blocks}
+    return times | {"model": call.model} | lengths

@@ -20,6 +20,7 @@ from loadtest.workloads.traces import MOONCAKE_BLOCK_TOKENS, TraceError, TraceRe
 
 MAX_CALLS = 100_000
 MAX_EDGES = 1_000_000
+MAX_BLOCKS = 10_000_000
 MAX_TOKENS = 10_000_000  # of a prompt
 BLOCK_TOKENS = 64
 

@@ -17,6 +17,7 @@ import msgspec
 
 from loadtest.workloads.call_graph import (
     BLOCK_TOKENS,
+    MAX_BLOCKS,
     MAX_CALLS,
     MAX_TOKENS,
     AgentCall,
@@ -38,7 +39,6 @@ _REMOTE_FLAG = 0x200
 _MAX_SPANS = 1_000_000
 _MAX_LINE_BYTES = 1 << 26
 _MAX_DEPTH = 256
-_MAX_BLOCKS = 20_000_000
 _Ns = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
@@ -165,7 +165,7 @@ def _call(node: _Node, above: Sequence[_Node]) -> AgentCall:
         end_ns=node.span.end_time_unix_nano,
         input_tokens=node.tokens(_INPUT, least=1),
         output_tokens=max(node.tokens(_OUTPUT), 1),
-        model=node.text(_MODEL),
+        model=node.text(_MODEL) or "unknown",
     )
 
 
@@ -193,12 +193,12 @@ def _add_prompts(calls: list[AgentCall], nodes: Sequence[_Node], order: CallDepe
         node, call = nodes[number], calls[number]
         length = call.input_tokens // BLOCK_TOKENS
         total += length
-        if total > _MAX_BLOCKS:
-            raise TraceError(f"{node.where}: more than {_MAX_BLOCKS * BLOCK_TOKENS:,} tokens")
+        if total > MAX_BLOCKS:
+            raise TraceError(f"{node.where}: more than {MAX_BLOCKS * BLOCK_TOKENS:,} tokens")
         own = latest.get((call.session, call.agent))
         waited = (calls[each] for each in order.after[number])
         base = own or max(waited, key=lambda each: each.end_ns, default=None)
-        text = range(-1, -length - 1, -1) if base is None else base.blocks
+        text = range(MAX_BLOCKS, MAX_BLOCKS + length) if base is None else base.blocks
         grows = own is not None and own.input_tokens <= call.input_tokens
         shared = text[: length if grows else min(node.tokens(_CACHED) // BLOCK_TOKENS, length)]
         new = range(count, count + length - len(shared))

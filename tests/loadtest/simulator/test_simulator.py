@@ -685,6 +685,7 @@ def test_the_command_takes_traces_of_agents(tmp_path):
     command = ["simulate", trace, "--prefill", "1", "--decode", "1", "--json"]
     one, other = (CliRunner().invoke(app, command).stdout for _ in range(2))
     assert json.loads(one)["figures"]["answered"] == 5
+    assert json.loads(one)["setup"]["spread_s"] == 0.0
     assert one == other
     refused = CliRunner().invoke(app, [*command, "--shift"])
     assert "trace without agents" in refused.stderr

@@ -258,12 +258,15 @@ def test_sizes_are_bounded(tmp_path, monkeypatch):
     with pytest.raises(TraceError, match="more than 1 calls"):
         agent_calls(written(tmp_path / "b", SPANS))
     monkeypatch.setattr(otel_spans, "MAX_CALLS", 9)
-    monkeypatch.setattr(otel_spans, "_MAX_BLOCKS", 10)
+    monkeypatch.setattr(otel_spans, "MAX_BLOCKS", 10)
     with pytest.raises(TraceError, match="more than 640 tokens"):
         agent_calls(written(tmp_path / "b", SPANS))
     monkeypatch.setattr(otel_spans, "_MAX_SPANS", 3)
     with pytest.raises(TraceError, match=":1: more than 3 spans"):
         agent_calls(written(tmp_path / "b", SPANS))
+    monkeypatch.setattr(agentx, "MAX_BLOCKS", 3)
+    with pytest.raises(TraceError, match="hash_ids: more than 3 blocks"):
+        agent_calls(dumped(tmp_path / "a", session(GOOD | {"in": 256, "hash_ids": [1, 1, 1, 1]})))
     monkeypatch.setattr(agentx, "_MAX_FILE_BYTES", 10)
     with pytest.raises(TraceError, match="larger than 10 bytes"):
         agent_calls(dumped(tmp_path / "a", session(GOOD)))
