@@ -134,7 +134,9 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=24)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--blocks", type=int, default=400, help="of 32 tokens, of each server")
+    parser.add_argument(
+        "--blocks", type=int, default=400, help="number of 32-token blocks of each server"
+    )
     parser.add_argument("--rate", type=float, default=8000.0, help="prompt tokens per second")
     parser.add_argument("--strangers", type=float, default=0.0)
     parser.add_argument("--sides", default=SIDES, help="peers: routers")

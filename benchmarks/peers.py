@@ -289,7 +289,7 @@ class Servers:
         return counts["hits"] / max(counts["queries"], 1.0)
 
     def stop(self) -> None:
-        """End all."""
+        """End the processes of all servers."""
         for process in self._processes:
             process.kill()
             process.wait()

@@ -240,7 +240,7 @@ class DecodeRequest:
                     self._handoff.on_report(report)
 
     def _note_cached(self, tokens: int) -> None:
-        """Correct the route, which an engine behind HTTP knows only by its last tokens."""
+        """Correct the route, which an engine behind HTTP reports only with its last tokens."""
         is_corrected = tokens != self._times.cached_tokens and self._handoff is None
         self._times.cached_tokens = tokens
         if is_corrected and self._route is not None:

@@ -91,7 +91,7 @@ class GenerationRequest:
         routed: Model that answers; None for probes.
         expected_tokens: Length of the response that the client expects; 0: not given.
         session: Conversation to which the client says that it belongs.
-        prompt_change: Where its prompt differs from an earlier one of its session.
+        prompt_change: Difference of its prompt from an earlier one of its session.
         past_baton: Whether a gateway sends it, as the client did, to the server that is chosen.
             Then ``cache_scope`` is the client's salt, and reports of workers do not show it.
         among: Workers that may serve it; None: all.

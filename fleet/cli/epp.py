@@ -22,7 +22,9 @@ def epp(
         list[str] | None,
         typer.Option(help="URL of a running vLLM server, in place of FILE; repeatable."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="With --attach: as in `baton serve`.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model of the servers with --attach, as in `baton serve`.")
+    ] = None,
     key_file: Annotated[
         Path | None, typer.Option(help="With --attach: file with the servers' key.")
     ] = None,

@@ -200,8 +200,7 @@ class SimulatedRouter(WorkerListener):
             return None
 
     def _refuse(self, record: Record, retry_after_s: float) -> None:
-        self._gate.leave(record.id)
-        del self._late[record.id]
+        self._gate.leave(self._late.pop(record.id).request_id)
         self._turn_away(record, SloUnreachableError("late", retry_after_s=retry_after_s))
 
     def _ask_late_soon(self) -> None:

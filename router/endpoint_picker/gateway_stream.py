@@ -1,4 +1,4 @@
-"""One request of a gateway, as its external processing stream describes it. Sans-IO.
+"""State of a gateway's request, as its external processing stream describes it. Sans-IO.
 
     request headers, body ──▶ question ──chosen──▶ the gateway sends the request to the endpoint
                                        ──refused─▶ the gateway responds with the error

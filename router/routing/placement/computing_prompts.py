@@ -65,7 +65,7 @@ class ComputingPrompt:
 
 
 def is_soon_there(worker: WorkerLoad, prompt_tokens: int) -> bool:
-    """Return whether a worker lacks so little of a prompt that nobody needs to wait for it."""
+    """Return whether a worker lacks so little of a prompt that no request needs to wait for it."""
     held = min(worker.cached_blocks * worker.block_tokens, prompt_tokens)
     return worker.prompt_s(prompt_tokens - held, context_tokens(held, prompt_tokens)) < LEAST_S
 

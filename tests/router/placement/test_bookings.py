@@ -16,7 +16,10 @@ SECOND = 10**9
 
 def placer_of_64_places() -> SimpleNamespace:
     settings = SimpleNamespace(window_requests=64)
-    return SimpleNamespace(book=LoadBook(), _settings=settings, answer_tokens=160.0)
+    workers = SimpleNamespace(get=lambda worker_id: None)
+    return SimpleNamespace(
+        book=LoadBook(), _settings=settings, _workers=workers, answer_tokens=160.0
+    )
 
 
 def booked_after(
@@ -85,7 +88,7 @@ def test_a_request_past_baton_is_booked_until_it_is_released() -> None:
     Placer._book_load(placer, past, chosen, 0)
     placer.book.reported("d", 10**6 * SECOND)
     assert placer.book.unreported("d")[:3:2] == (3000, 1)
-    placer.book.computed(past.request_id)
+    placer.book.computed(past.request_id, 1)
     assert placer.book.unreported("d")[:3:2] == (0, 1)
     placer.book.release(past.request_id)
     assert not any(placer.book.unreported("d"))
