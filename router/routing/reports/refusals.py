@@ -72,6 +72,9 @@ class RefusedRequest:
             "adapter",
             "model",
             "seed",
+            "expected_tokens",
+            "session",
+            "prompt_change",
             "chosen",
             "route",
         )
@@ -87,6 +90,7 @@ class RefusedRequest:
             "status": self.status,
             "attempts": 0,
             "moves": 0,
+            "spread": False,
             "error": {"code": self.code, "message": self.reason},
             "prompt_tokens": 0,
             "completion_tokens": 0,

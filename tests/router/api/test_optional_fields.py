@@ -43,6 +43,7 @@ SHARED = {
     "stream_options": {"include_usage": True},
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
     "structured_outputs": {"regex": "a"},
+    "nvext": {"agent_hints": {"osl": 9}},
 }
 BLOCK = {"type": "text", "text": "hi"}
 COUNTED = {
