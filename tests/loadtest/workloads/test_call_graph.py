@@ -1,4 +1,4 @@
-"""What waits for what in a trace of agents, and when it may start."""
+"""Dependencies between the calls of a trace of agents, and the times at which they may start."""
 
 import itertools
 

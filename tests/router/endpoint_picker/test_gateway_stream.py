@@ -146,7 +146,7 @@ COUNTED = b'"usage":{"prompt_tokens":40,"completion_tokens":3,'
     ],
 )
 def test_the_usage_is_in_the_last_bytes(text: bytes, usage: list[int | None]) -> None:
-    """Of all APIs; in pieces, and behind much text, which may speak of such fields."""
+    """From each API, in pieces, and behind a long text that may contain the same field names."""
     stream = GatewayStream(100)
     for at in range(0, len(text), 7):
         for message in answered(b"x" * 3000 * (at == 0) + text[at : at + 7]):

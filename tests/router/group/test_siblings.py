@@ -45,7 +45,7 @@ async def test_connections_of_a_dead_sibling_are_accepted_as_the_routers_own(mem
             closed.append(self._listener)
 
     siblings = Siblings(member, lambda _: None)
-    await siblings.start(asyncio.Protocol, Accepting)  # nobody is alive at the other position
+    await siblings.start(asyncio.Protocol, Accepting)  # no router is alive at the other position
     other = member.sockets[1].fileno()
     await until(lambda: listening == [other])
     siblings._note(1, True)
