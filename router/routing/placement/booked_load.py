@@ -72,6 +72,8 @@ class _Worker:
     context: int = 0
     streams: int = 0
     stream_tokens: int = 0
+    reported_ns: int = 0  # time that the last report stands for
+    whole: bool = False  # as in the last booking
 
     def add(self, booking: Booking, sign: int) -> None:
         self.tokens += sign * booking.tokens
@@ -101,6 +103,7 @@ class LoadBook:
         worker = self._workers.get(worker_id)
         if worker is None:
             worker = self._workers[worker_id] = _Worker()
+        worker.whole = booking.whole
         before = worker.unreported.get(request_id)
         if before is not None:  # placed anew on the same worker
             worker.add(before, -1)
@@ -158,7 +161,10 @@ class LoadBook:
     def reported(self, worker_id: str, as_of_ns: int) -> None:
         """Note a report of the worker with its load as of ``as_of_ns``."""
         worker = self._workers.get(worker_id)
-        if worker is None or not (worker.unreported or worker.ended or worker.computed):
+        if worker is None:
+            return
+        worker.reported_ns = as_of_ns
+        if not (worker.unreported or worker.ended or worker.computed):
             return
         settled = [
             request_id
@@ -198,6 +204,11 @@ class LoadBook:
         """Return the load that a worker's last report does not include."""
         worker = self._unreported.get(worker_id)
         return worker.sum if worker is not None else _NOTHING
+
+    def counts_computed(self, worker_id: str, computed_ns: int) -> bool:
+        """Return whether a prompt computed at ``computed_ns`` may still count as queued."""
+        worker = self._workers.get(worker_id)
+        return worker is None or not (worker.whole or worker.reported_ns >= computed_ns)
 
     def changed(self) -> set[str]:
         """Return the workers whose unreported load has changed since the last call."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from baton.types.geometry import context_tokens
 from router.request import GenerationRequest
 from router.routing.placement.block_table import HASH_BYTES, LiveWorkers, block_table
+from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.cost import PREFILL_OVERHEAD_S, Candidate, WorkerLoad
 from router.routing.placement.prefix_index import PrefixIndex
 
@@ -73,8 +74,9 @@ def is_soon_there(worker: WorkerLoad, prompt_tokens: int) -> bool:
 class ComputingPrompts:
     """Prompts that are worth waiting for, by request. It is bounded: further ones are left out."""
 
-    def __init__(self, prefix_index: PrefixIndex) -> None:
+    def __init__(self, prefix_index: PrefixIndex, book: LoadBook) -> None:
         self._index = prefix_index
+        self._book = book
         self._prompts: dict[str, ComputingPrompt] = {}
         self._numbered: dict[int, ComputingPrompt] = {}
         self._free = list(range(_MAX_PROMPTS))  # numbers
@@ -158,6 +160,13 @@ class ComputingPrompts:
         last = prompt.hashes[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES]
         return prompt.worker.incarnation in self._index.prefixes(last)
 
+    def counts_as_queued(self, prompt: ComputingPrompt, now_ns: int) -> bool:
+        """Return whether a prompt was just computed, and its worker's report may not show it."""
+        computed_ns = prompt.computed_ns
+        if not computed_ns or now_ns - computed_ns >= _REPORTED_NS:
+            return False
+        return self._book.counts_computed(prompt.worker.worker_id, computed_ns)
+
     def there(self, prompt: ComputingPrompt) -> int:
         """Return how many leading blocks of a prompt its worker has, as far as events report."""
         return self._index.prefixes(prompt.hashes).get(prompt.worker.incarnation, 0)
@@ -203,7 +212,7 @@ class SiblingWaits:
             return None
         if before is None and len(self._waits) >= self._limit:
             return None
-        if before is not None and _may_be_there(before, request, chosen, now_ns):
+        if before is not None and self._may_be_there(before, request, chosen, now_ns):
             return before
         own_ns = first_own_ns = round(chosen.terms.first_token_s * (1 + FIT_SPREAD) * 1e9)
         since_ns = now_ns
@@ -213,7 +222,7 @@ class SiblingWaits:
                 given_up += (before.prompt,)
             if before.prompt in self._computing or before.prompt.computed_ns:  # it has not failed
                 since_ns = before.since_ns
-                first_own_ns = before.own_ns
+                first_own_ns = min(before.own_ns, own_ns)  # rates may be known now
         best: SiblingWait | None = None
         most_saved_s = 0.0
         for prompt, blocks in self._computing.shared(hashes):
@@ -235,6 +244,14 @@ class SiblingWaits:
             self._waits[request.request_id] = best
         return best
 
+    def _may_be_there(
+        self, wait: SiblingWait, request: GenerationRequest, chosen: Candidate, now_ns: int
+    ) -> bool:
+        """Return whether blocks were just computed that the cheapest placement computes again."""
+        if chosen.links or not self._computing.counts_as_queued(wait.prompt, now_ns):
+            return False
+        return _own_s(chosen, len(request.prompt), wait.blocks) > 0
+
     def _is_in_vain(self, wait: SiblingWait, now_ns: int) -> bool:
         """Return whether time is up for a prompt that makes no progress, or not enough."""
         if wait.prompt not in self._computing or now_ns < wait.until_ns:
@@ -251,19 +268,6 @@ class SiblingWaits:
             or now_ns >= wait.until_ns
             or self._computing.has(wait.prompt, wait.blocks)
         ]
-
-
-def _may_be_there(
-    wait: SiblingWait, request: GenerationRequest, chosen: Candidate, now_ns: int
-) -> bool:
-    """Return whether blocks were just computed that the cheapest placement computes again.
-
-    The last report of their worker still shows the prompt in its queue.
-    """
-    computed_ns = wait.prompt.computed_ns
-    if not computed_ns or now_ns - computed_ns >= _REPORTED_NS or chosen.links:
-        return False
-    return _own_s(chosen, len(request.prompt), wait.blocks) > 0
 
 
 def _own_s(chosen: Candidate, prompt_tokens: int, blocks: int) -> float:

@@ -103,7 +103,7 @@ class Placer:
         self._workers = workers
         self._prefix_index = prefix_index
         self.book = LoadBook()
-        self.computing = ComputingPrompts(prefix_index)
+        self.computing = ComputingPrompts(prefix_index, self.book)
         self._sessions = ResidentSessions()
         self._seeds = HashSeedCache()
         self._news = workers.news()

@@ -6,6 +6,7 @@ from baton.registry.types import EventBatch
 from baton.types.geometry import BLOCK_TOKENS
 from baton.types.params import SamplingParams
 from router.request import GenerationRequest, Pinned
+from router.routing.placement.booked_load import Booking, LoadBook
 from router.routing.placement.computing_prompts import ComputingPrompts, SiblingWaits
 from router.routing.placement.cost import WorkerLoad, price
 from router.routing.placement.prefix_index import PrefixIndex
@@ -53,7 +54,8 @@ class Fleet:
 
     def __init__(self, limit: int = 100, **more) -> None:
         self.index = PrefixIndex()
-        self.computing = ComputingPrompts(self.index)
+        self.book = LoadBook()
+        self.computing = ComputingPrompts(self.index, self.book)
         self.waits = SiblingWaits(self.computing, limit)
         self.stored = 0
         assert self.computing.begin("first", PROMPT, placed("a", **more), 0)
@@ -109,6 +111,27 @@ def test_for_half_a_second_a_report_may_still_show_the_prompt_in_the_queue(fleet
     assert fleet.ask(at_s=8.1, chosen=placed("a", cached=SHARED)) is None
     fleet.ask(at_s=8.1)
     assert fleet.ask(at_s=8.6) is None
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_nothing_waits_for_a_report_that_is_there_or_subtracts_the_prompt(fleet, whole):
+    """The worker is busy with other prompts then, and the wait is in vain."""
+    fleet.book.book("a", "first", Booking(tokens=8, streams=1, at_ns=0, whole=whole))
+    fleet.ask()
+    fleet.computing.end("first").computed_ns = 8 * SECOND
+    if not whole:
+        fleet.book.reported("a", 8 * SECOND - 1)
+        assert fleet.ask(at_s=8.1) is not None
+        fleet.book.reported("a", 8 * SECOND)
+    assert fleet.ask(at_s=8.1) is None
+
+
+def test_a_wait_ends_by_rates_that_were_measured_since(fleet):
+    slow = placed("b", rate=RATE / 4)
+    assert fleet.ask(chosen=slow) is not None
+    fleet.computing.end("first").computed_ns = 9 * SECOND
+    fleet.computing.begin("second", PROMPT, placed("c"), 9 * SECOND)
+    assert fleet.ask(at_s=9.6) is None
 
 
 def test_a_wait_is_not_followed_by_another_that_is_as_long(fleet):
