@@ -335,6 +335,10 @@ class BatchState:
 
     def vacate(self, sequence: TokenSequence) -> None:
         """Return the sequence's blocks to the cache."""
+        spec = sequence.request.spec
+        if spec.retention is not None:
+            computed = sequence.blocks[: sequence.registered_blocks]
+            self.pool.keep(computed, spec.tenant, spec.retention)
         self.pool.release(sequence.blocks)
         sequence.found_tokens = sequence.registered_blocks * self.pool.block_tokens
         sequence.blocks = []

@@ -11,14 +11,18 @@ once it is full and computed; outside the engine, blocks in use are called ``lea
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import cast
 
 from baton.engine.core.block_owners import BlockOwners, CacheOwner
+from baton.engine.core.pinned_blocks import PinnedBlocks, Retention
 from baton.types.block_hashes import tag_in
 from baton.types.geometry import BLOCK_TOKENS
 from baton.types.pool_counts import BlockCounts
 
 _NOBODY = CacheOwner()
+_MOST_PASSED = 4096  # pinned blocks that one eviction passes over
 
 
 class _FreeMap:
@@ -58,12 +62,23 @@ class _FreeMap:
         return range(first, first + count) if first >= 0 else range(0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Blocks that are not evicted, or not before others."""
+
+    guarded: set[int]
+    pins: PinnedBlocks
+
+    def __contains__(self, block: object) -> bool:
+        return block in self.guarded or self.pins.holds(cast(int, block))
+
+
 class BlockPool:
     """Reference counts, hashes and LRU order of ``total`` blocks.
 
     A released block keeps its hash until the block is reused. Blocks are evicted in order of
     release, and within one release from the tail to the root; first those of tenants above their
-    share.
+    share, and pinned ones last.
     """
 
     def __init__(self, total: int, block_tokens: int = BLOCK_TOKENS) -> None:
@@ -72,6 +87,7 @@ class BlockPool:
         self._free = _FreeMap(total)
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._owners = BlockOwners(total)
+        self.pins = PinnedBlocks(total)
         self._references = [0] * total
         self._quarantined: set[int] = set()
         self._hash_of: list[bytes | None] = [None] * total
@@ -153,14 +169,33 @@ class BlockPool:
         return self._free.take(self._free.first_run(count)) if count > 1 else []
 
     def _evict(self, count: int) -> list[int]:
-        evicted = self._owners.above_share(count, len(self._cached) - count, self.guarded)
+        kept = _Kept(self.guarded, self.pins) if self.pins else self.guarded
+        evicted = self._owners.above_share(count, len(self._cached) - count, kept)
         for block in evicted:
             self._forget_cached(block)
-        oldest = (block for block in self._cached if block not in self.guarded)
-        rest = list(islice(oldest, count - len(evicted)))
+        rest = self._oldest(count - len(evicted))
         for block in rest:
             self._forget_cached(block)
         return evicted + rest
+
+    def _oldest(self, count: int) -> list[int]:
+        """Return the cached blocks that are evicted next.
+
+        Pinned ones that are passed over become the newest, so that they are passed once.
+        """
+        oldest: list[int] = []
+        passed: list[int] = []
+        for block in self._cached:
+            if len(oldest) == count:
+                break
+            if block in self.guarded:
+                continue
+            passes = len(passed) < _MOST_PASSED and self.pins.holds(block)
+            (passed if passes else oldest).append(block)
+        missing = count - len(oldest)
+        for block in passed[missing:]:
+            self._cached.move_to_end(block)
+        return oldest + passed[:missing]
 
     def _forget_cached(self, block: int) -> None:
         del self._cached[block]
@@ -177,6 +212,7 @@ class BlockPool:
             self._hash_of[block] = None
             del self._block_of[block_hash]
             self._owners.forget(block)
+            self.pins.forget(block)
             self._removed.append(block_hash)
 
     def set_hash(self, block: int, block_hash: bytes, owner: CacheOwner = _NOBODY) -> None:
@@ -248,6 +284,11 @@ class BlockPool:
                 self._owners.cached(block)
                 if self._saved is not None and self._hash_of[block] not in self._saved:
                     self._unsaved[block] = None
+
+    def keep(self, blocks: Sequence[int], tenant: str, retention: Retention) -> None:
+        """Pin those leading blocks of a sequence that are findable, or end their pins."""
+        findable = [block for block in blocks if self._hash_of[block] is not None]
+        self.pins.keep(findable, tenant, retention)
 
     def save_into(self, tier: Container[bytes]) -> None:
         """Track the cached blocks that ``tier`` lacks."""
@@ -349,3 +390,4 @@ class BlockPool:
         if hashed & (set(self._free) | self._quarantined) or not hashed.issuperset(self._cached):
             raise RuntimeError("a free block has a hash, or a cached one has none")
         self._owners.check(self._cached, hashed)
+        self.pins.check(hashed)

@@ -204,6 +204,7 @@ class Scheduler:
         copies: list[tuple[int, int]] = []
         batch = self.batch
         pool = batch.pool
+        pool.pins.now_ns = now_ns
         block_tokens = pool.block_tokens
         batch.spare.take_back()
         batch.running.sort(key=lambda sequence: sequence.request.order)

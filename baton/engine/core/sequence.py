@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from baton.engine.core.block_owners import CacheOwner
+from baton.engine.core.pinned_blocks import Retention
 from baton.engine.core.plan import SampleSpec
 from baton.types import events as ev
 from baton.types.block_hashes import block_hash
@@ -46,6 +47,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     emitted: tuple[tuple[int, ...] | None, ...] = ()
     tenant: str = ""
     kv_share: float = 0.0  # tenant's share of the cached blocks; 0: none
+    retention: Retention | None = None  # of its blocks; None: as for any others
 
     @property
     def cache_owner(self) -> CacheOwner:

@@ -1,0 +1,115 @@
+"""Blocks that clients have asked to keep: evicted last, within a budget, until the pin ends."""
+
+import msgspec
+import pytest
+
+from baton.engine.core.block_owners import CacheOwner
+from baton.engine.core.blocks import BlockPool
+from baton.engine.core.pinned_blocks import Retention
+from tests.engine.core.test_block_owners import all_held, cached, filled, is_held
+from tests.engine.core.test_scheduler import make_core, request, run
+
+NOBODY = CacheOwner()
+MINUTE = Retention(60, 0.5)
+SECOND_NS = 1_000_000_000
+
+
+def pinned(pool: BlockPool, count: int, seed: int, *, tenant="a", retention=MINUTE) -> list[int]:
+    blocks = filled(pool, count, NOBODY, seed)
+    pool.keep(blocks, tenant, retention)
+    pool.release(blocks)
+    return blocks
+
+
+def check(pool: BlockPool) -> None:
+    pool.check_integrity([[b for b in range(pool.total) if pool._references[b]]])
+
+
+def test_pinned_blocks_outlive_newer_ones_until_their_time_ends() -> None:
+    pool = BlockPool(10)
+    kept = pinned(pool, 4, 1)
+    newer = cached(pool, 6, NOBODY, 2)
+    pool.release(pool.allocate(3))
+    assert all_held(pool, kept) and sum(is_held(pool, block) for block in newer) == 3
+    pool.pins.now_ns = 60 * SECOND_NS
+    pool.allocate(6)
+    assert not any(is_held(pool, block) for block in newer)
+    assert all_held(pool, kept), "they became the newest when they were passed over"
+    pool.allocate(1)
+    assert not all_held(pool, kept)
+    check(pool)
+
+
+def test_they_are_evicted_when_nothing_else_is_left() -> None:
+    pool = BlockPool(10)
+    kept = pinned(pool, 5, 1)
+    pool.allocate(8)
+    assert [is_held(pool, block) for block in kept] == [True, True, False, False, False]
+    check(pool)
+
+
+def test_above_the_budget_the_oldest_pins_of_the_tenant_end() -> None:
+    """Of a sequence that is too long, the beginning stays: without it the rest is worth nothing."""
+    pool = BlockPool(20)
+    quarter = Retention(60, 0.25)
+    old = pinned(pool, 3, 1, retention=quarter)
+    other = pinned(pool, 5, 2, tenant="b", retention=quarter)
+    new = pinned(pool, 8, 3, retention=quarter)
+    cached(pool, 4, NOBODY, 4)
+    pool.allocate(10)
+    assert not any(is_held(pool, block) for block in old)
+    assert all_held(pool, other) and all_held(pool, new[:5])
+    assert not any(is_held(pool, block) for block in new[5:])
+    check(pool)
+
+
+def test_the_end_of_a_session_ends_its_pins_and_nobody_elses() -> None:
+    pool = BlockPool(10)
+    ended, other = pinned(pool, 2, 1), pinned(pool, 2, 2, tenant="b")
+    for blocks in ended, other:
+        pool.pin(blocks)
+        pool.keep(blocks, "a", Retention(0, 0.5))
+        pool.release(blocks)
+    cached(pool, 6, NOBODY, 3)
+    pool.allocate(2)
+    assert not any(is_held(pool, block) for block in ended) and all_held(pool, other)
+    check(pool)
+
+
+def test_a_shared_prefix_keeps_the_later_end() -> None:
+    pool = BlockPool(10)
+    blocks = pinned(pool, 2, 1, retention=Retention(3600, 0.5))
+    for tenant in "a", "b":
+        pool.keep(blocks, tenant, MINUTE)
+    pool.pins.now_ns = 100 * SECOND_NS
+    assert all(map(pool.pins.holds, blocks))
+
+
+def test_a_tenant_above_its_share_keeps_what_it_has_pinned() -> None:
+    pool = BlockPool(10)
+    owner = CacheOwner("a", 0.3)
+    kept = filled(pool, 2, owner, 1)
+    pool.keep(kept, "a", Retention(60, 0.3))
+    pool.release(kept)
+    rest, others = cached(pool, 4, owner, 2), cached(pool, 4, NOBODY, 3)
+    pool.allocate(3)
+    assert all_held(pool, kept) and all_held(pool, others)
+    assert sum(is_held(pool, block) for block in rest) == 1
+    check(pool)
+
+
+@pytest.mark.parametrize("retention", [None, Retention(60, 0.5), Retention(0, 0.5)])
+def test_the_end_of_a_request_pins_what_it_has_computed(retention) -> None:
+    core = make_core(blocks=12)
+    session = request("s", prompt=list(range(64)), max_tokens=2)
+    session.spec = msgspec.structs.replace(session.spec, retention=retention)
+    core.scheduler.submit(session, 0)
+    run(core)
+    for number in range(3):
+        prompt = list(range(1000 * number + 1000, 1000 * number + 1064))
+        core.scheduler.submit(request(f"r{number}", prompt=prompt, max_tokens=2), 0)
+        run(core)
+    again = request("t", prompt=list(range(64)), max_tokens=2)
+    core.scheduler.submit(again, 0)
+    run(core)
+    assert again.cached_tokens == (48 if retention and retention.keep_s else 0)
