@@ -8,6 +8,7 @@ from baton.text.reasoning import Thinking
 from baton.text.tools import ExpectedCalls
 from baton.types.params import AdapterRef, SamplingParams
 from baton.types.slo import Slo
+from router.sessions.hints import NO_HINTS, Hints
 from router.sessions.identity import NO_SESSION, Session
 from router.sessions.prompts import PromptChange
 
@@ -91,6 +92,7 @@ class GenerationRequest:
         routed: Model that answers; None for probes.
         expected_tokens: Length of the response that the client expects; 0: not given.
         session: Conversation to which the client says that it belongs.
+        hints: Hints of the client about its KV and its turn.
         prompt_change: Difference of its prompt from an earlier one of its session.
         past_baton: Whether a gateway sends it, as the client did, to the server that is chosen.
             Then ``cache_scope`` is the client's salt, and reports of workers do not show it.
@@ -127,6 +129,7 @@ class GenerationRequest:
     routed: Routed | None = None
     expected_tokens: int = 0
     session: Session = NO_SESSION
+    hints: Hints = NO_HINTS
     prompt_change: PromptChange | None = field(default=None, repr=False)
     past_baton: bool = False
     among: frozenset[str] | None = None

@@ -113,6 +113,8 @@ class ClientLimitsConfig(Section):
             header ``x-baton-ignored``.
         remove_rotating_texts: Leave texts out of system prompts that differ in each call, such as
             Claude Code's ``x-anthropic-billing-header``. Otherwise nothing behind them is cached.
+        pinned_share: Part of a worker's KV blocks that each tenant's clients may keep cached
+            longer by ``prompt_cache_retention`` and ``cache_control``; 0: these have no effect.
         tls: HTTPS certificate of the routers. Without it, they use plain text.
         insecure: Confirms plain text to other hosts, such as behind a proxy that terminates
             TLS.
@@ -131,6 +133,7 @@ class ClientLimitsConfig(Section):
     batch: BatchConfig = BatchConfig()  # files and batches that clients upload
     strict: bool = False
     remove_rotating_texts: bool = True
+    pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     stored_responses: StoredResponsesConfig = StoredResponsesConfig()
     tls: HttpsConfig | None = None
     insecure: bool = False

@@ -4,10 +4,12 @@
 is added to both messages and here.
 """
 
+from batonpb import common_pb2
 from batonpb.common_pb2 import WorkerIdentity
 from batonpb.decode_pb2 import PrefillReplacement, PrefillTarget, Submission
 from batonpb.prefill_pb2 import PrefillStart
 
+from baton.engine.core.pinned_blocks import Retention
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process.messages import Submit
 from baton.wire.codecs import adapter_from_wire, sampling_from_wire
@@ -60,6 +62,7 @@ def prefill_start(
         prefix_then=submission.prefix_then,
         held_only=target.held_only,
         kv_share=submission.kv_share,
+        retention=submission.retention if submission.HasField("retention") else None,
     )
 
 
@@ -79,6 +82,10 @@ def emitted_from_wire(submission: Submission) -> tuple[tuple[int, ...] | None, .
     )
 
 
+def _retention(message: common_pb2.Retention) -> Retention:
+    return Retention(message.keep_s, message.share)
+
+
 def submit_from_wire(
     message: Submission | PrefillStart, engine_id: str, kind: Kind, skip_blocks: int = 0
 ) -> Submit:
@@ -96,5 +103,6 @@ def submit_from_wire(
         emitted=emitted_from_wire(message) if isinstance(message, Submission) else (),
         tenant=message.tenant,
         kv_share=message.kv_share,
+        retention=_retention(message.retention) if message.HasField("retention") else None,
     )
     return Submit(request_id=engine_id, prompt_token_ids=message.prompt_tokens, spec=spec)

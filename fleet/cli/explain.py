@@ -101,6 +101,8 @@ def report_of(report: dict[str, Any]) -> RenderableType:
         named = (f"{source['worker_id']} (until block {source['blocks']})" for source in sources)
         where += "\nprompt prefix pulled from " + ", then ".join(named)
     parts: list[RenderableType] = [head, why, Text(where)]
+    if hints := report.get("hints"):
+        parts += [Text(_hints(hints))]
     if change := report.get("prompt_change"):
         parts += [Text(change["sentence"], style="bold yellow")]
         parts += [
@@ -118,6 +120,16 @@ def report_of(report: dict[str, Any]) -> RenderableType:
         parts.append(Text(f"{times['preemptions']} preemptions, {repaired}"))
     parts += [Text(), _candidates(report), Text(), _timeline(report)]
     return Group(*parts)
+
+
+def _hints(hints: dict[str, int]) -> str:
+    texts = []
+    keep_s = hints.get("keep_s")
+    if keep_s is not None:
+        texts.append(f"its KV stays {keep_s} s" if keep_s else "its session has ended")
+    if turn := hints.get("turn"):
+        texts.append(f"it waits {'behind' if turn > 0 else 'before'} others of the tenant")
+    return f"hints of the client: {', '.join(texts)}"
 
 
 def _phases(report: dict[str, Any]) -> Table:

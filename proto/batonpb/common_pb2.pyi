@@ -90,6 +90,14 @@ class WorkerIdentity(_message.Message):
     pid: int
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., host: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
+class Retention(_message.Message):
+    __slots__ = ("keep_s", "share")
+    KEEP_S_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    keep_s: int
+    share: float
+    def __init__(self, keep_s: _Optional[int] = ..., share: _Optional[float] = ...) -> None: ...
+
 class PrefixSource(_message.Message):
     __slots__ = ("worker_id", "incarnation", "address", "blocks", "capability")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]

@@ -62,7 +62,7 @@ class PrefillTarget(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., address: _Optional[str] = ..., transport: _Optional[str] = ..., held_only: _Optional[bool] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "hash_seed", "deadline_remaining_ns", "prefill", "traceparent", "router_id", "lease_ms", "probe", "adapter", "pooling", "prefix", "prefix_then", "kv_share", "emitted")
+    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "hash_seed", "deadline_remaining_ns", "prefill", "traceparent", "router_id", "lease_ms", "probe", "adapter", "pooling", "prefix", "prefix_then", "kv_share", "retention", "emitted")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class Submission(_message.Message):
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     PREFIX_THEN_FIELD_NUMBER: _ClassVar[int]
     KV_SHARE_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
     EMITTED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
@@ -102,8 +103,9 @@ class Submission(_message.Message):
     prefix: _common_pb2.PrefixSource
     prefix_then: _containers.RepeatedCompositeFieldContainer[_common_pb2.PrefixSource]
     kv_share: float
+    retention: _common_pb2.Retention
     emitted: _containers.RepeatedCompositeFieldContainer[Emitted]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., hash_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., traceparent: _Optional[str] = ..., router_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., probe: _Optional[bool] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., pooling: _Optional[str] = ..., prefix: _Optional[_Union[_common_pb2.PrefixSource, _Mapping]] = ..., prefix_then: _Optional[_Iterable[_Union[_common_pb2.PrefixSource, _Mapping]]] = ..., kv_share: _Optional[float] = ..., emitted: _Optional[_Iterable[_Union[Emitted, _Mapping]]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., hash_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., traceparent: _Optional[str] = ..., router_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., probe: _Optional[bool] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., pooling: _Optional[str] = ..., prefix: _Optional[_Union[_common_pb2.PrefixSource, _Mapping]] = ..., prefix_then: _Optional[_Iterable[_Union[_common_pb2.PrefixSource, _Mapping]]] = ..., kv_share: _Optional[float] = ..., retention: _Optional[_Union[_common_pb2.Retention, _Mapping]] = ..., emitted: _Optional[_Iterable[_Union[Emitted, _Mapping]]] = ...) -> None: ...
 
 class Emitted(_message.Message):
     __slots__ = ("token_ids", "finish_reason")

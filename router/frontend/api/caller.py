@@ -11,6 +11,7 @@ from router.frontend.off_loop import TENANT
 from router.frontend.slo import NO_LIMITS, CallLimits
 from router.process import Process
 from router.request import Mode, Routed
+from router.sessions.hints import FINAL_HEADER
 from router.sessions.identity import NO_SESSION, Session, session_of_headers
 
 _MODES: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
@@ -35,6 +36,7 @@ class Caller:
     may_fall_back: bool = False
     shadow: str = ""  # model that runs a copy of the call
     session: Session = NO_SESSION
+    session_ends: bool = False
     ignored: Ignored = field(default_factory=Ignored)
 
 
@@ -64,6 +66,7 @@ def read_headers(
         key_id=access.key_id,
         may_fall_back=_may_fall_back(headers),
         session=session_of_headers(headers),
+        session_ends=headers.get(FINAL_HEADER, "").lower() == "true",
         ignored=Ignored() if ignored is None else ignored,
     )
 

@@ -22,6 +22,7 @@ from router.frontend.api.tool_use.offered import messages_of, must_call, offered
 from router.process_core import ProcessCore
 from router.request import GenerationRequest, Shown, part_id
 from router.served_model import ServedModel
+from router.sessions.hints import NO_HINTS, Hints, hints_of
 from router.sessions.identity import session_of
 from router.sessions.rotating import without_rotating_texts
 from router.settings import LaneSettings
@@ -355,6 +356,7 @@ class Preparer:
             traceparent=caller.traceparent,
             slo=caller.limits.at(self._settings.slo),
             expected_tokens=_hinted_tokens(body) if isinstance(body, GenerationBody) else 0,
+            hints=_hints(body, caller) if isinstance(body, GenerationBody) else NO_HINTS,
         )
 
     def _scope(self, caller: Caller, salt: str | None) -> str:
@@ -376,6 +378,10 @@ def _shown(body: GenerationBody) -> Shown:
 def _hinted_tokens(body: GenerationBody) -> int:
     hints = body.nvext.agent_hints if body.nvext is not None else None
     return hints.osl or 0 if hints is not None else 0
+
+
+def _hints(body: GenerationBody, caller: Caller) -> Hints:
+    return hints_of(body.prompt_cache_retention, body.service_tier, final=caller.session_ends)
 
 
 def _check_prompt_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:

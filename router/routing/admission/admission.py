@@ -28,7 +28,7 @@ class Admission:
 
     Attributes:
         limit: Limit of waiting requests at this router.
-        overtook: Whether `pop` has last taken a request by the turn of its session.
+        overtook: Whether `pop` has last taken a request by the turn of its session or tier.
     """
 
     def __init__(self, max_waiting: int, weight_of: Callable[[str], float] = equal_weights) -> None:

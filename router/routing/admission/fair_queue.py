@@ -6,16 +6,17 @@
 
 Each served request advances its tenant's tag by its cost in tokens ÷ the tenant's weight. So
 tenants that always wait are served tokens in proportion to their weights, within one request each;
-within a tenant sessions take turns, so that the many requests of one agent do not hold up others,
-and within a session the order is first come, first served. Requests that name no session are
-together one. A tenant that returns after a pause gets the
-clock as its tag: a pause earns no credit, and a newcomer waits for no more than one request of each
-other tenant of its weight. Tags that the clock has passed are dropped.
+within a tenant requests go by their hints (``service_tier``), then sessions take turns, so that the
+many requests of one agent do not hold up others, and within a session the order is first come,
+first served. Requests that name no session are together one. A tenant that returns after a pause
+gets the clock as its tag: a pause earns no credit, and a newcomer waits for no more than one
+request of each other tenant of its weight. Tags that the clock has passed are dropped.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from router.request import GenerationRequest
 
@@ -33,6 +34,7 @@ class Waiting:
         weight: Number of sequences of the request.
         cost_tokens: Prompt tokens to compute plus expected output tokens.
         session: Id of the session; empty: none.
+        turn: Requests of the tenant with lower values go first.
     """
 
     priority: int
@@ -41,6 +43,7 @@ class Waiting:
     tenant: str = "default"
     cost_tokens: float = 1.0
     session: str = ""
+    turn: int = 0
 
     @classmethod
     def of(cls, request: GenerationRequest, cost_tokens: float) -> "Waiting":
@@ -52,58 +55,70 @@ class Waiting:
             tenant=request.tenant,
             cost_tokens=cost_tokens,
             session=request.session.id,
+            turn=request.hints.turn,
         )
 
 
 @dataclass(slots=True)
 class _Line:
-    """Requests of one tenant, by session: the session whose turn it is comes first."""
+    """Requests of one tenant by turn and session: the session whose turn it is comes first."""
 
     tag: float
-    # (order of arrival, place) by the identity of the place
-    sessions: OrderedDict[str, OrderedDict[int, tuple[int, Waiting]]] = field(
-        default_factory=OrderedDict
+    # (order of arrival, place) by the identity of the place; no dict is empty
+    turns: dict[int, OrderedDict[str, OrderedDict[int, tuple[int, Waiting]]]] = field(
+        default_factory=dict
     )
 
     def __len__(self) -> int:
-        return sum(map(len, self.sessions.values()))
+        return sum(map(len, self._sessions()))
+
+    def __bool__(self) -> bool:
+        return bool(self.turns)
+
+    def _sessions(self) -> Iterator[OrderedDict[int, tuple[int, Waiting]]]:
+        return chain.from_iterable(sessions.values() for sessions in self.turns.values())
 
     @property
     def first(self) -> tuple[int, Waiting]:
         """Next place, with its order of arrival."""
-        return next(iter(next(iter(self.sessions.values())).values()))
+        return next(iter(next(iter(self.turns[min(self.turns)].values())).values()))
 
     @property
     def overtakes(self) -> bool:
-        """True if an older place waits: the next one has the turn of its session."""
+        """True if an older place waits: the next one goes by a hint, or its session's turn."""
         order = self.first[0]
-        return any(next(iter(places.values()))[0] < order for places in self.sessions.values())
+        return any(next(iter(places.values()))[0] < order for places in self._sessions())
 
     @property
     def newest(self) -> Waiting:
         """Place that came last."""
-        lasts = (next(reversed(places.values())) for places in self.sessions.values())
+        lasts = (next(reversed(places.values())) for places in self._sessions())
         return max(lasts, key=lambda last: last[0])[1]
 
     def push(self, order: int, entry: Waiting) -> None:
         """Append a place to its session, and a new session behind the others."""
-        self.sessions.setdefault(entry.session, OrderedDict())[id(entry)] = (order, entry)
+        sessions = self.turns.setdefault(entry.turn, OrderedDict())
+        sessions.setdefault(entry.session, OrderedDict())[id(entry)] = (order, entry)
 
     def pop(self) -> Waiting:
         """Remove the next place; the other sessions have their turn before its session."""
         _, entry = self.first
         self.remove(entry)
-        if entry.session in self.sessions:
-            self.sessions.move_to_end(entry.session)
+        sessions = self.turns.get(entry.turn, OrderedDict())
+        if entry.session in sessions:
+            sessions.move_to_end(entry.session)
         return entry
 
     def remove(self, entry: Waiting) -> None:
         """Remove a place, if it is there."""
-        places = self.sessions.get(entry.session)
+        sessions = self.turns.get(entry.turn, OrderedDict())
+        places = sessions.get(entry.session)
         if places is not None:
             places.pop(id(entry), None)
             if not places:
-                del self.sessions[entry.session]
+                del sessions[entry.session]
+            if not sessions:
+                del self.turns[entry.turn]
 
 
 class FairQueue:
@@ -147,7 +162,7 @@ class FairQueue:
         entry = line.pop()
         self.clock = line.tag
         line.tag += entry.cost_tokens / self._weight_of(entry.tenant)
-        if not line.sessions:
+        if not line:
             self._rest(entry.tenant)
         return entry
 
@@ -170,7 +185,7 @@ class FairQueue:
         """Remove a request that was not served, at no cost."""
         line = self._lines[entry.tenant]
         line.remove(entry)
-        if not line.sessions:
+        if not line:
             self._rest(entry.tenant)
 
     def _rest(self, tenant: str) -> None:

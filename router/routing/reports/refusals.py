@@ -74,6 +74,7 @@ class RefusedRequest:
             "seed",
             "expected_tokens",
             "session",
+            "hints",
             "prompt_change",
             "chosen",
             "route",

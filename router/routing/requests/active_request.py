@@ -131,6 +131,7 @@ class ActiveRequest:
             "error": record.error.body()["error"] if record.error is not None else None,
             "expected_tokens": request.expected_tokens or None,
             "session": request.session._asdict() if request.session else None,
+            "hints": request.hints.explain() or None,
             "prompt_change": change.explain() if (change := request.prompt_change) else None,
             "seed": request.sampling.seed,
             "prompt_tokens": record.prompt_tokens,

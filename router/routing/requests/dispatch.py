@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 
 import msgspec
-from batonpb.common_pb2 import PrefixSource
+from batonpb.common_pb2 import PrefixSource, Retention
 from batonpb.decode_pb2 import PrefillTarget, Submission
 
 from baton.types.errors import UnavailableError
@@ -14,6 +14,7 @@ from baton.wire.fleet_token import FleetToken
 from baton.wire.submission import prefix_request_id
 from baton.wire.tokens import pack_tokens
 from router.process_core import ProcessCore
+from router.request import GenerationRequest
 from router.routing.placement.placer import Placer, Quote
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.observer import Observer
@@ -140,4 +141,13 @@ class Dispatcher:
             prefix=prefix[0] if prefix else None,
             prefix_then=prefix[1:],
             kv_share=self.core.policies.of(request.tenant).kv_share or 0.0,
+            retention=self._retention(request),
         )
+
+    def _retention(self, request: GenerationRequest) -> Retention | None:
+        keep_s = request.hints.keep_s
+        share = self.core.settings.clients.pinned_share
+        if keep_s is None or not share:
+            return None
+        own_share = self.core.policies.of(request.tenant).kv_share or 1.0
+        return Retention(keep_s=keep_s, share=min(share, own_share))

@@ -203,7 +203,7 @@ class Gateway:
             while not self._awaits_start() and (entry := self.admission.pop(window)) is not None:
                 active = self.active[entry.request_id]  # a request that ends has left the queue
                 if self.admission.overtook:
-                    active.record.note("turn of its session", monotonic_ns())
+                    active.record.note("turn of its session or tier", monotonic_ns())
                 self._siblings.admit(active, active.request, entry)
             if self._shadows:
                 self._shed(window)

@@ -149,6 +149,17 @@ def test_sessions_of_a_tenant_take_turns_and_requests_without_one_are_one_sessio
     assert overtook == [False, True, True, False, True, True, False]
 
 
+def test_the_tier_of_a_request_is_its_turn_within_its_tenant_alone() -> None:
+    queue = Admission(100)
+    offer(queue, Waiting(0, "flex", tenant="a", session="s", turn=1))
+    offer(queue, *(Waiting(0, f"a{n}", tenant="a", session="s") for n in range(2)))
+    offer(queue, Waiting(0, "first", tenant="a", turn=-1), Waiting(0, "gone", tenant="a", turn=-1))
+    offer(queue, Waiting(0, "b", tenant="b", turn=1), Waiting(0, "b late", tenant="b", turn=1))
+    queue.leave("gone")
+    served = [entry.request_id for entry in popped(queue)]
+    assert served == ["first", "b", "a0", "b late", "a1", "flex"]
+
+
 def test_a_full_queue_gives_the_newest_place_away_whatever_its_session() -> None:
     queue = Admission(4)
     places = [Waiting(0, f"a{n}", tenant="a", session=f"s{n % 2}") for n in range(4)]

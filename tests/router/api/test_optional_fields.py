@@ -53,6 +53,7 @@ COUNTED = {
     "system": [BLOCK],
     "tools": [{"name": "f", "input_schema": SCHEMA}],
     "tool_choice": {"type": "auto"},
+    "cache_control": {"type": "ephemeral"},
     "thinking": {"type": "enabled"},
     "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
     "context_management": {

@@ -15,6 +15,7 @@ from router.frontend.api.bodies.common import (
     Truncation,
 )
 from router.frontend.api.bodies.fields import Refused
+from router.sessions.hints import RETENTION
 
 _Stop = Annotated[str, StringConstraints(max_length=1024)]
 _BadWord = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -179,6 +180,10 @@ class GenerationBody(ModelBody):
     """only requests with the same salt share cached prefixes"""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None
     """names the session in request reports; prefixes are cached without keys"""
+    prompt_cache_retention: Annotated[str, StringConstraints(pattern=RETENTION)] | None = None
+    """time, such as 24h, that its KV stays cached before other KV; in_memory: no longer"""
+    service_tier: Annotated[str, StringConstraints(max_length=64)] | None = None
+    """flex: waits behind other requests of the tenant, priority: before them; others: no effect"""
     nvext: NvExtension | None = None
     """Dynamo's extension: agent_hints"""
     response_format: ResponseFormat | None = None
@@ -197,8 +202,6 @@ class GenerationBody(ModelBody):
     accepted: ClassVar[dict[str, str]] = {
         "metadata": _STORED,
         "store": _STORED,
-        "prompt_cache_retention": "prefixes stay cached until their space is needed",
-        "service_tier": _HINT,
         "safety_identifier": "nothing is reported to third parties",
         "prediction": _HINT,
         "guided_decoding_backend": "there is only one backend",

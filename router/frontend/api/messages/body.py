@@ -8,10 +8,20 @@ from router.frontend.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBod
 from router.frontend.api.bodies.fields import MAX_TOOLS, Refused
 from router.frontend.api.bodies.opening import opening_of_turns
 
-_CACHED = "prefixes are cached without markers"
 _NO_TEXT = "applies only to images and documents, which are rejected"
 _HINT = "a hint about speed or location; all requests are served alike"
 _THEIRS = "define the tools in tools, with input_schema"
+
+
+class CacheControl(Body):
+    """Mark of a prefix that is sent again."""
+
+    type: Literal["ephemeral"]
+    """ephemeral"""
+    ttl: Literal["5m", "1h"] = "5m"
+    """time that the KV of the call stays cached before other KV: 5m, 1h; the longest one counts"""
+
+    accepted: ClassVar[dict[str, str]] = {"scope": "tenants share no prefixes by default"}
 
 
 class MessagesBlock(Body):
@@ -35,9 +45,10 @@ class MessagesBlock(Body):
     """result of a tool: text, or text blocks"""
     is_error: bool | None = None
     """true: the model sees `Error: ` before the result"""
+    cache_control: CacheControl | None = None
+    """see below"""
 
     accepted: ClassVar[dict[str, str]] = {
-        "cache_control": _CACHED,
         "citations": "not part of the text",
         "signature": "not part of the text",
         "data": "redacted thinking is not used",
@@ -84,9 +95,10 @@ class MessagesTool(Body):
     """JSON schema of an object; the arguments of calls follow it"""
     strict: bool | None = None
     """true: a schema that cannot be enforced in full is a 400; otherwise the rest is enforced"""
+    cache_control: CacheControl | None = None
+    """see below"""
 
     accepted: ClassVar[dict[str, str]] = {
-        "cache_control": _CACHED,
         "eager_input_streaming": "arguments are always streamed as they are generated",
         "input_examples": "not shown to the model",
         "allowed_callers": "only the model calls tools",
@@ -196,9 +208,10 @@ class CountTokensBody(ModelBody):
     """see below"""
     context_management: ContextManagement | None = None
     """edits of the conversation before the model sees it"""
+    cache_control: CacheControl | None = None
+    """see below"""
 
     accepted: ClassVar[dict[str, str]] = {
-        "cache_control": _CACHED,
         "service_tier": _HINT,
         "speed": _HINT,
         "inference_geo": _HINT,

@@ -115,6 +115,19 @@ def _text_of(content: str | list[MessagesBlock], where: str, image: str = "") ->
     return "\n".join(texts)
 
 
+def _retention(body: MessagesBody) -> str | None:
+    """Return the longest time that a mark of the body asks for."""
+    blocks = [*(body.system if isinstance(body.system, list) else ())]
+    for message in body.messages:
+        if not isinstance(message.content, str):
+            blocks += message.content
+            for block in message.content:
+                blocks += block.content if isinstance(block.content, list) else ()
+    marks = [body.cache_control, *(part.cache_control for part in (*blocks, *(body.tools or ())))]
+    times = {mark.ttl for mark in marks if mark is not None}
+    return "1h" if "1h" in times else "5m" if times else None
+
+
 def _given(value: str | None, param: str) -> str:
     if value is None:
         raise InvalidRequestError.at(param, "is required")
@@ -206,6 +219,7 @@ def _sampling(body: MessagesBody) -> dict[str, Any]:
         "top_k": body.top_k,
         "priority": body.priority,
         "cache_salt": body.cache_salt,
+        "prompt_cache_retention": _retention(body),
         "user": body.metadata.user_id if body.metadata is not None else None,
     }
     return {name: value for name, value in fields.items() if value is not None}

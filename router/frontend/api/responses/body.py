@@ -240,6 +240,10 @@ class ResponsesBody(InputTokensBody):
     """repeated in the response"""
     prompt_cache_key: str | None = None
     """repeated in the response"""
+    prompt_cache_retention: str | None = None
+    """time, such as 24h, that its KV stays cached before other KV; in_memory: no longer"""
+    service_tier: str | None = None
+    """flex: waits behind other requests of the tenant, priority: before them; others: no effect"""
     max_tool_calls: int | None = None
     """repeated in the response"""
     priority: int | None = None
@@ -251,8 +255,6 @@ class ResponsesBody(InputTokensBody):
 
     accepted: ClassVar[dict[str, str]] = {
         "client_metadata": "nothing depends on it",
-        "service_tier": _HINT,
-        "prompt_cache_retention": "prefixes stay cached until their space is needed",
         "prompt_cache_options": "prefixes are cached without keys",
         "stream_options": "events are not padded",
         "image": "applies only to images, which are rejected",

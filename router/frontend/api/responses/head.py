@@ -44,7 +44,7 @@ def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> 
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": None, "summary": None, **reasoning},
         "safety_identifier": body.safety_identifier,
-        "service_tier": "default",
+        "service_tier": body.service_tier if request.hints.turn else "default",
         "store": body.keeps,
         "temperature": request.sampling.temperature,
         "text": encodable({"format": {"type": "text"}, **text}),

@@ -175,6 +175,8 @@ def _sampling(body: ResponsesBody) -> dict[str, Any]:
         "priority": body.priority,
         "cache_salt": body.cache_salt,
         "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": body.prompt_cache_retention,
+        "service_tier": body.service_tier,
     }
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}

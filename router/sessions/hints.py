@@ -1,0 +1,48 @@
+"""Hints of clients about a call: how long its KV stays, and its turn among the tenant's calls.
+
+They change the order of evictions, and that of one tenant's requests, and nothing else.
+"""
+
+import re
+from typing import NamedTuple
+
+FINAL_HEADER = "x-dynamo-session-final"
+RETENTION = r"^(in[-_]memory|[0-9]{1,5}[smh])$"
+"""Pattern of ``prompt_cache_retention``."""
+
+_TURNS = {"priority": -1, "flex": 1}
+_UNIT_S = {"s": 1, "m": 60, "h": 3600}
+_MOST_KEEP_S = 24 * 3600
+_KEPT = re.compile(r"([0-9]+)([smh])")
+
+
+class Hints(NamedTuple):
+    """Hints of one call.
+
+    Attributes:
+        keep_s: Time that its KV stays cached before other KV; 0: its session has ended; None: as
+            any other.
+        turn: Requests of a tenant with lower values go first; 0 is usual.
+    """
+
+    keep_s: int | None = None
+    turn: int = 0
+
+    def explain(self) -> dict[str, int | None]:
+        """Return the hints that were given, for the request report."""
+        shown = {"keep_s": self.keep_s, "turn": self.turn or None}
+        return {name: value for name, value in shown.items() if value is not None}
+
+
+NO_HINTS = Hints()
+
+
+def hints_of(retention: str | None, service_tier: str | None, *, final: bool) -> Hints:
+    """Return the hints of a call: `prompt_cache_retention`, `service_tier`, the final header."""
+    turn = _TURNS.get(service_tier or "", 0)
+    if final:
+        return Hints(0, turn)
+    given = _KEPT.fullmatch(retention or "")
+    if given is None:
+        return Hints(None, turn) if turn else NO_HINTS
+    return Hints(min(int(given[1]) * _UNIT_S[given[2]], _MOST_KEEP_S), turn)
