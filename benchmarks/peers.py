@@ -24,6 +24,7 @@ import venv
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -228,19 +229,49 @@ async def documents(clients: Clients, count: int, words: int) -> None:
     await asyncio.gather(*(about(clients.text(words)) for _ in range(count)))
 
 
+async def fork(clients: Clients) -> None:
+    """Start 43 agents at once over a prefix of 20,000 tokens."""
+    prefix = clients.text(20_000)
+    await asyncio.gather(*(clients.ask(prefix + clients.text(100), 16) for _ in range(43)))
+
+
+async def paced(
+    clients: Clients, *, count: int, turns: int, start_s: float, pause_s: float
+) -> None:
+    """Send turns, with pauses, of agents that share a system prompt of 4,000 tokens."""
+    system = clients.text(4_000)
+
+    async def agent() -> None:
+        prompt = system + clients.text(400)
+        await asyncio.sleep(clients.choose.random() * start_s)
+        for _ in range(turns):
+            prompt += clients.text(300)
+            prompt += await clients.ask(prompt, 16)
+            await asyncio.sleep(clients.choose.random() * 2 * pause_s)
+
+    await asyncio.gather(*(agent() for _ in range(count)))
+
+
 LOADS = {
     "sessions": Load(sessions, 300, 8_000),
     "burst": Load(burst, 2_000, 8_000),
     "8k": Load(lambda clients: documents(clients, 16, 8_000), 2_000, 40_000),
     "60k": Load(lambda clients: documents(clients, 6, 60_000), 6_000, 120_000),
+    "fork": Load(fork, 4_000, 40_000),
+    "ten agents": Load(partial(paced, count=10, turns=1, start_s=2, pause_s=0), 4_000, 8_000),
+    "paced": Load(partial(paced, count=40, turns=6, start_s=2, pause_s=2), 4_000, 40_000),
     "kill": Load(lambda clients: sessions(clients, turns=4, response=96), 2_000, 8_000, kills=True),
 }
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Results of one load behind one router; times in seconds."""
+    """Results of one load behind one router; times in seconds.
+
+    ``most_to_mean`` is the most prompt tokens that a server got, divided by the mean.
+    """
 
     cached_share: float
+    most_to_mean: float
     ttft_p50_s: float
     ttft_p99_s: float
     requests_per_cpu_s: float
@@ -277,16 +308,15 @@ class Servers:
         """Kill the first one."""
         self._processes[0].kill()
 
-    async def cached_share(self, client: httpx.AsyncClient) -> float:
-        """Return the share of prompt tokens that the living servers had cached."""
-        counts = {"queries": 0.0, "hits": 0.0}
+    async def counts(self, client: httpx.AsyncClient, name: str) -> list[float]:
+        """Return tokens that each living server counts: ``queries`` or ``hits``."""
+        counts = []
         for url, process in zip(self.urls, self._processes, strict=True):
             if process.poll() is None:
                 page = (await client.get(f"{url}/metrics")).text.splitlines()
-                for name in counts:
-                    line = next(one for one in page if one.startswith(f"vllm:prefix_cache_{name}"))
-                    counts[name] += float(line.split()[-1])
-        return counts["hits"] / max(counts["queries"], 1.0)
+                line = next(one for one in page if one.startswith(f"vllm:prefix_cache_{name}"))
+                counts.append(float(line.split()[-1]))
+        return counts
 
     def stop(self) -> None:
         """End the processes of all servers."""
@@ -387,11 +417,13 @@ async def measure(side: str, load: Load, count: int, seed: int, words: dict[str,
                     before_s = cpu_s(pid)
                     await load.send(clients)
                     spent_s = cpu_s(pid) - before_s
-                    share = await servers.cached_share(client)
+                    asked = await servers.counts(client, "queries")
+                    cached = await servers.counts(client, "hits")
         finally:
             servers.stop()
     return Figures(
-        cached_share=share,
+        cached_share=sum(cached) / max(sum(asked), 1.0),
+        most_to_mean=max(asked) * len(asked) / max(sum(asked), 1.0),
         ttft_p50_s=percentile(clients.ttft_s, 0.5),
         ttft_p99_s=percentile(clients.ttft_s, 0.99),
         requests_per_cpu_s=clients.requests / spent_s,
@@ -460,4 +492,5 @@ def row_of(rounds: Sequence[Figures]) -> str:
     share = 100 * middle("cached_share")
     cpu = middle("requests_per_cpu_s")
     asked = sum(figures.requests for figures in rounds)
-    return f"{share:.1f} % | {times} ms | {cpu:.0f} | {lost} of {asked}"
+    most = middle("most_to_mean")
+    return f"{share:.1f} % | {times} ms | {most:.2f} | {cpu:.0f} | {lost} of {asked}"
