@@ -146,6 +146,7 @@ class EmulatedVllm:
         sent: Chunks of all responses so far.
         prompts: Tokens of all prompts that were computed, without those of strangers.
         cached: Tokens of these that were cached.
+        prefills: Prompts of all, with ``computed`` tokens that were not cached, in ``prefill_s``.
     """
 
     def __init__(self, emulation: Emulation) -> None:
@@ -154,6 +155,8 @@ class EmulatedVllm:
         self.running = self.waiting = 0
         self.sent = 0
         self.prompts = self.cached = 0
+        self.prefills = self.computed = 0
+        self.prefill_s = 0.0
         self.cache = EmulatedCache(emulation, self._publish)
         self._prefill = asyncio.Lock()
         self._numbers = itertools.count()
@@ -242,6 +245,9 @@ class EmulatedVllm:
             f"vllm:kv_cache_usage_perc{of} {held}",
             f"vllm:prefix_cache_queries_total{of} {self.prompts}",
             f"vllm:prefix_cache_hits_total{of} {self.cached}",
+            f"vllm:request_prefill_time_seconds_sum{of} {self.prefill_s}",
+            f"vllm:request_prefill_kv_computed_tokens_sum{of} {self.computed}",
+            f"vllm:request_prefill_kv_computed_tokens_count{of} {self.prefills}",
         ]
         return PlainTextResponse("\n".join(lines) + "\n")
 
@@ -371,7 +377,11 @@ class EmulatedVllm:
             if salt != STRANGER:
                 self.prompts += len(tokens)
                 self.cached += cached
-            await asyncio.sleep((len(tokens) - cached) / one.prefill_tokens_per_s)
+            prefill_s = (len(tokens) - cached) / one.prefill_tokens_per_s
+            self.prefills += 1
+            self.computed += len(tokens) - cached
+            self.prefill_s += prefill_s
+            await asyncio.sleep(prefill_s)
             self.cache.store(salt, tokens)
         sampling = body["sampling_params"]
         most = sampling["max_tokens"]

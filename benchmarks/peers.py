@@ -36,7 +36,7 @@ from baton.config.fleet_file import DEFAULT_MODEL
 from baton.folders import cache_root
 from baton.model.artifact import resolve_model
 from baton.text.tokenizer import load_tokenizer
-from benchmarks.emulated_vllm import next_token
+from benchmarks.emulated_vllm import STRANGER, next_token
 from benchmarks.router.load import VOCABULARY, percentile
 from benchmarks.router.processes import free_port
 
@@ -410,6 +410,7 @@ async def measure(side: str, load: Load, count: int, seed: int, words: dict[str,
             async with httpx.AsyncClient(trust_env=False, timeout=120, limits=limits) as client:
                 for url in servers.urls:
                     await _until_listening(client, url)
+                    await _serve_others(client, url, Clients(client, url, words, seed))
                 async with router(side, servers, folder) as (url, pid):
                     kill = servers.kill if load.kills else lambda: None
                     await asyncio.sleep(_SETTLE_S)
@@ -432,6 +433,13 @@ async def measure(side: str, load: Load, count: int, seed: int, words: dict[str,
         cut=clients.cut,
         wrong=clients.wrong,
     )
+
+
+async def _serve_others(client: httpx.AsyncClient, url: str, others: Clients) -> None:
+    """Send a server what it served before it had a router; its counts leave these out."""
+    for _ in range(6):
+        body = {"model": NAME, "prompt": others.text(1000), "max_tokens": 1}
+        await client.post(f"{url}/v1/completions", json={**body, "cache_salt": STRANGER})
 
 
 async def _until_listening(client: httpx.AsyncClient, url: str) -> None:

@@ -122,6 +122,7 @@ class Attachment:
         events: Endpoints = self.entry.events or ()
         if self.entry.events is None and self._alone_on_host:
             events = await self._kind.default_events(self.entry.host, facts)
+        past = await self._kind.past_step(self._origin)
         loop = asyncio.get_running_loop()
         port = self._origin.port
         known = await loop.getaddrinfo(self._origin.host, port, type=socket.SOCK_STREAM)
@@ -148,8 +149,10 @@ class Attachment:
         async def connect(context: StartContext, stack: AsyncExitStack) -> EngineHandle:
             stack.push_async_callback(link.stop)
             handle = EngineHandle(link)
+            if past is not None:
+                handle.rates.add(past)
             if "BATON_PICKER" in os.environ:
-                handle.rates = _UnmeasuredRates()
+                handle.rates = _UnmeasuredRates(past)
             return handle
 
         worker = await Worker.start(settings, connect)
@@ -199,7 +202,12 @@ class Attachment:
 
 
 class _UnmeasuredRates(StepRates):
-    """Rates of a server whose requests come past Baton: probes tell nothing of its speed."""
+    """Rates of a server whose requests come past Baton: those of its past, not of probes."""
+
+    def __init__(self, past: StepDone | None) -> None:
+        super().__init__()
+        if past is not None:
+            super().add(past)
 
     def add(self, step: StepDone) -> None:
         """Ignore a step."""

@@ -29,6 +29,7 @@ from baton.engine.remote.http import HttpOrigin
 from baton.engine.remote.live_request import LiveRequest, Parameters
 from baton.model.artifact import ModelArtifact
 from baton.text.tokenizer import load_tokenizer
+from baton.types import events as ev
 from baton.types.errors import BatonError, UnavailableError
 from baton.types.geometry import BLOCK_TOKENS, KvGeometry
 
@@ -219,6 +220,10 @@ class LlamaServers:
     async def examine(self, origin: HttpOrigin) -> ServerFacts:
         """Return the properties of a llama-server that has all that Baton needs."""
         return await examine(origin, self.artifact)
+
+    async def past_step(self, origin: HttpOrigin) -> ev.StepDone | None:
+        """Return None: its metrics are an option."""
+        return None
 
     async def default_events(self, host: str, facts: ServerFacts) -> Endpoints:
         """Return no endpoints: llama-server has no KV events."""

@@ -91,6 +91,10 @@ class ServerKind(Protocol):
         """
         ...
 
+    async def past_step(self, origin: HttpOrigin) -> ev.StepDone | None:
+        """Return a step at the speed of the prompts that it has computed; None: unknown."""
+        ...
+
     async def default_events(self, host: str, facts: ServerFacts) -> Endpoints:
         """Return the endpoints of its KV events at the default ports, if it has any."""
         ...

@@ -31,13 +31,22 @@ from baton.engine.vllm.facts import VllmFacts, hand_off_id
 from baton.engine.vllm.hand_off_nixl import NixlHandOff
 from baton.model.artifact import ModelArtifact
 from baton.types.errors import BatonError, InvalidRequestError, UnavailableError
-from baton.types.geometry import BLOCK_TOKENS
+from baton.types.events import StepDone
+from baton.types.geometry import BLOCK_TOKENS, context_tokens
 
 _ANSWER_S = 5.0
 _CHECK_S = 30.0  # for one token, the queue of a busy server included
 _CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _STARTED = re.compile(r"^process_start_time_seconds (\S+)", re.MULTILINE)
+_PREFILL_SUMS = {
+    "prefill_kv_computed_tokens_count": "count",
+    "prefill_kv_computed_tokens_sum": "computed",
+    "prefill_time_seconds_sum": "time",
+}
+_PREFILLS = re.compile(rf"^vllm:request_({'|'.join(_PREFILL_SUMS)})\{{.*\}} (\S+)", re.MULTILINE)
+_LEAST_PROMPTS = 4
+_LEAST_MEAN_TOKENS = 128
 _CHECKED_TOKENS = 4
 _EVENTS_PORT = 5557  # of rank 0, if `--kv-events-config` has no other
 _GREETING_S = 0.5
@@ -126,6 +135,24 @@ async def read_facts(origin: HttpOrigin, names: Sequence[str]) -> ServerFacts:
         * (caches[0].get("enable_prefix_caching") != "False"),
         ranks=len(caches),
         started=started[1] if started is not None else "",
+    )
+
+
+def past_step(page: str) -> StepDone | None:
+    """Return a step at the mean speed of all computed prompts, by a page of vLLM's metrics.
+
+    None for few or short prompts: their time is mostly overhead.
+    """
+    sums = {"count": 0.0, "computed": 0.0, "time": 0.0}
+    for name, value in _PREFILLS.findall(page):
+        sums[_PREFILL_SUMS[name]] += float(value)
+    mean = int(sums["computed"] / max(sums["count"], 1.0))
+    if sums["count"] < _LEAST_PROMPTS or mean < _LEAST_MEAN_TOKENS or not sums["time"] > 0:
+        return None
+    return StepDone(
+        prompt_tokens=mean,
+        prompt_context=context_tokens(0, mean),
+        duration_ns=round(sums["time"] / sums["count"] * 1e9),
     )
 
 
@@ -327,6 +354,10 @@ class VllmServers:
         """Return the properties of a vLLM that has all that Baton needs."""
         wants_adapters = self.max_adapters > 0
         return await examine(origin, self.names, adapters=wants_adapters, hand_off=self.hand_off)
+
+    async def past_step(self, origin: HttpOrigin) -> StepDone | None:
+        """Return a step at the speed of the prompts that a vLLM has computed; None: unknown."""
+        return past_step((await origin.fetch("GET", "/metrics", _ANSWER_S)).decode())
 
     async def default_events(self, host: str, facts: ServerFacts) -> Endpoints:
         """Return the endpoints of KV events at vLLM's default ports, if all ranks have theirs."""

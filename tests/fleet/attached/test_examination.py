@@ -1,14 +1,16 @@
 """Properties of a vLLM that are read before its first request, and the errors about them."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from baton.engine.process.step_rates import StepRates
 from baton.engine.remote.attached import UnfitServerError
 from baton.engine.remote.http import HttpOrigin
-from baton.engine.vllm.attached import examine
+from baton.engine.vllm.attached import VllmServers, examine, past_step
 from baton.types.errors import UnavailableError
-from benchmarks.emulated_vllm import EmulatedServer, Emulation
+from benchmarks.emulated_vllm import GENERATE, EmulatedServer, Emulation
 
 LIKE = Emulation(model="org/smol", root="/models/smol")
 
@@ -61,3 +63,50 @@ async def test_a_server_without_a_prefix_cache_has_no_blocks() -> None:
 async def test_an_unhealthy_server_is_not_unfit() -> None:
     with pytest.raises(UnavailableError, match="503"):
         await examined(replace(LIKE, fault="dead"))
+
+
+def page_of(*ranks: tuple[int, int, float]) -> str:
+    """Return vLLM's metrics of ranks with so many prompts, computed tokens and seconds."""
+    lines = ["# TYPE vllm:request_prefill_time_seconds histogram"]
+    for rank, (prompts, tokens, seconds) in enumerate(ranks):
+        of = f'{{engine="{rank}",model_name="smol"}}'
+        lines += [
+            f'vllm:request_prefill_time_seconds_bucket{{engine="{rank}",le="0.3"}} {prompts}.0',
+            f"vllm:request_prefill_time_seconds_count{of} {prompts}.0",
+            f"vllm:request_prefill_time_seconds_sum{of} {seconds}",
+            f"vllm:request_prefill_kv_computed_tokens_count{of} {prompts}.0",
+            f"vllm:request_prefill_kv_computed_tokens_sum{of} {tokens}.0",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_speed_of_past_prompts_is_that_of_their_sums() -> None:
+    rates = StepRates()
+    rates.add(past_step(page_of((6, 6000, 1.5), (2, 2000, 0.5))))
+    assert rates.prefill_tokens_per_s == pytest.approx(4000)
+    assert rates.prompt_fit.token_s == pytest.approx(1 / 4000)
+
+
+@pytest.mark.parametrize("page", ["", page_of((0, 0, 0.0)), page_of((3, 3000, 1.0))])
+@pytest.mark.parametrize("short", [False, True])
+def test_few_or_short_prompts_show_no_speed(page: str, short: bool) -> None:
+    assert past_step(page_of((90, 9000, 9.0)) if short else page) is None
+
+
+async def test_the_speed_is_read_from_a_server_with_a_past() -> None:
+    server = EmulatedServer(LIKE)
+    url = await server.start()
+    try:
+        origin = HttpOrigin.of_url(url, "")
+        kind = VllmServers(("smol",), artifact=None)  # type: ignore[arg-type]
+        assert await kind.past_step(origin) is None
+        body = {"sampling_params": {"max_tokens": 1}, "model": LIKE.model}
+        for first in range(4):
+            tokens = list(range(1000 * first, 1000 * first + 400))
+            raw = json.dumps({"token_ids": tokens, **body}).encode()
+            await origin.fetch("POST", GENERATE, 5, raw)
+        step = await kind.past_step(origin)
+        assert step is not None and step.prompt_tokens == 400
+        assert step.prompt_tokens / step.duration_ns * 1e9 == pytest.approx(20_000)
+    finally:
+        await server.stop()
