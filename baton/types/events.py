@@ -143,6 +143,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Load and counters after a step."""
 
     step: int = 0
+    present: bool = False  # the load is that of this moment, and later ones are reported at once
     duration_ns: int = 0
     prompt_tokens: int = 0  # computed in this step
     prompt_context: int = 0  # sum of their context lengths

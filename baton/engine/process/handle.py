@@ -135,7 +135,9 @@ class EngineHandle:
         return sorted(held), sorted(waiting)
 
     def load_age_ns(self, now_ns: int) -> int:
-        """Return the age of ``load``; 0 if the engine is idle."""
+        """Return the age of ``load``; 0 if the engine is idle, or reports each change at once."""
+        if self.load.present:
+            return 0
         unread = self._submitted_ns >= self._load_ns  # the step had begun already
         computes = self.load.answering or self.load.queued_prompt_tokens or unread
         return max(now_ns - self._load_ns, 0) if computes else 0

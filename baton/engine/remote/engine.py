@@ -315,7 +315,7 @@ class RemoteEngine(ABC):
                 request.admitted = True
                 if request.computes:
                     self._prefixes.computed(request)
-                    sent.append(request.admission())
+                    sent += (request.admission(), self._status())
             if step is not None:
                 sent.append(step)
             request.keep(tokens)

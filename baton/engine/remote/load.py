@@ -147,6 +147,7 @@ class LoadMeter:
         waiting = [row for row in self._rows.values() if not row.first_ns]
         return StepDone(
             step=self._step,
+            present=True,
             running=len(answering) + bool(waiting),
             waiting=max(len(waiting) - 1, 0),
             answering=len(answering),

@@ -133,7 +133,6 @@ class WorkerEvents:
         now_ns = monotonic_ns()
         if frame.HasField("status"):
             gateway.workers.note_transfers(link, frame.status.transfers)
-            gateway.book.reported(link.worker_id, now_ns - frame.status.load_age_ns)
             gateway.tickets.seen(frame.status.highest_ticket)
             if gateway.workers.leaves(link) and not gateway.stopping:
                 self._move_away(link)
@@ -159,6 +158,8 @@ class WorkerEvents:
             active = gateway.active.get(end.request_id)
             if active is not None:
                 self._on_end(link, active, end, now_ns)
+        if frame.HasField("status"):  # it shows the load behind these tokens and ends
+            gateway.book.reported(link.worker_id, now_ns - frame.status.load_age_ns)
 
     def _runs_for(self, link: WorkerLink, request_id: str, attempt: int) -> ActiveRequest | None:
         active = self._gateway.active.get(request_id)

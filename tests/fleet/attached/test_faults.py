@@ -5,6 +5,7 @@ so. ``tests/vllm/test_attached.py`` has the same path with real servers.
 """
 
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from benchmarks.emulated_vllm import Emulation
+from router.routing.placement.cost import PREFILL_OVERHEAD_S
 from tests.fleet.attached.rig import (
     MODEL,
     PROMPT,
@@ -98,6 +100,38 @@ def cached_tokens(pair: Pair, prompt: list[int], **more: Any) -> int:
 
 
 FAULTS = ["hang", "stall", "garbage", "cut", "foreign"]
+
+
+def queues(pair: Pair, number: int) -> list[float]:
+    """Return the tokens that a request expects before it at each server, the most first."""
+    prompt = list(range(number, number + 200))
+    response = pair.fleet.respond(1, prompt)
+    url = f"{pair.fleet.url}/fleet/requests/{response['id']}"
+    report = httpx.get(url, trust_env=False, timeout=10).json()
+    counts = []
+    for candidate in report["candidates"]:
+        terms = candidate["terms"]
+        token_s = (terms["compute_s"] - PREFILL_OVERHEAD_S) / len(prompt)
+        counts.append(terms["queue_s"] / token_s)
+    return sorted(counts, reverse=True)
+
+
+def test_a_prompt_counts_once_while_it_is_computed_and_not_afterwards(pair: Pair) -> None:
+    """It counted twice until its first token, and once more until the next report."""
+    for server in pair.servers:
+        server.emulation.prefill_tokens_per_s = 2000
+    try:
+        for number in range(6):  # so that the speed is known
+            pair.fleet.complete(1, list(range(1000 * number, 1000 * number + 300)))
+        long = Background(lambda: pair.fleet.complete(1, list(range(10_000, 13_000))))
+        time.sleep(0.7)
+        most, least = queues(pair, 20_000)
+        assert 2700 < most < 3300 and least < 300
+        long.result()
+        assert queues(pair, 30_000)[0] < 300
+    finally:
+        for server in pair.servers:
+            server.emulation.prefill_tokens_per_s = LIKE.prefill_tokens_per_s
 
 
 @pytest.mark.parametrize("fault", FAULTS)
