@@ -13,6 +13,7 @@ from pydantic import (
 )
 
 from baton.config.batch import BatchConfig
+from baton.config.identity import OidcConfig
 from baton.config.network import HttpsConfig, plain_text_problem, require_absolute
 from baton.config.section import Section
 
@@ -118,6 +119,7 @@ class ClientLimitsConfig(Section):
             TLS.
         api_keys_file: File with API keys, in place of ``api_keys``. It is read again when it
             changes. ``redis``: requests need a key of ``baton keys``, or one of ``api_keys``.
+        oidc: Issuer whose JWTs are bearer tokens, beside API keys if there are any.
     """
 
     header_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
@@ -135,6 +137,7 @@ class ClientLimitsConfig(Section):
     tls: HttpsConfig | None = None
     insecure: bool = False
     api_keys_file: KeysFile | None = None
+    oidc: OidcConfig | None = None
 
     @property
     def certificate(self) -> str:
@@ -164,7 +167,7 @@ def _check_key_sources(clients: ClientLimitsConfig, info: ValidationInfo) -> Cli
     inline = info.data.get("api_keys")
     if inline and clients.api_keys_file not in (None, KEYS_IN_REDIS):
         raise ValueError("api_keys_file and `api_keys` exclude each other: remove one of them")
-    has_keys = inline or clients.api_keys_file
+    has_keys = inline or clients.api_keys_file or clients.oidc
     confirmed = clients.cors_any_origin_with_keys
     if ANY_ORIGIN in clients.cors_origins and has_keys and not confirmed:
         raise ValueError(
