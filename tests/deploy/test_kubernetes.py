@@ -161,7 +161,8 @@ def as_pod(template: dict[str, Any]) -> dict[str, Any]:
 def test_every_object_fits_the_schema_of_kubernetes() -> None:
     others = [d for d in documents() if d["kind"] != "RayCluster"]
     kinds = [d["kind"] for d in others]
-    assert kinds == ["Deployment", "Service", "PodDisruptionBudget"] + 2 * ["NetworkPolicy"]
+    budget = "PodDisruptionBudget"
+    assert kinds == [budget, "Deployment", budget, "Service"] + 2 * ["NetworkPolicy"]
     for document in others:
         check(document)
 
@@ -267,11 +268,19 @@ def test_ports_are_the_same_in_the_fleet_file_the_policies_and_the_service() -> 
     templates = dict(pod_templates())
     (container,) = templates["router"]["spec"]["containers"]
     assert [p["containerPort"] for p in container["ports"]] == [config.port]
-    for kind in ("Service", "PodDisruptionBudget"):
-        found = next(d for d in documents() if d["kind"] == kind)
-        selector = found["spec"]["selector"]
-        selector = selector.get("matchLabels", selector)
-        assert selector.items() <= templates["router"]["metadata"]["labels"].items()
+    for kind, selected in (
+        ("Service", {"router"}),
+        ("PodDisruptionBudget", {"router", "prefill", "decode"}),
+    ):
+        selectors = [d["spec"]["selector"] for d in documents() if d["kind"] == kind]
+        found = {
+            name
+            for name, template in templates.items()
+            for selector in selectors
+            if selector.get("matchLabels", selector).items()
+            <= template["metadata"]["labels"].items()
+        }
+        assert found == selected
 
 
 def kustomized(folder: Path) -> list[dict[str, Any]]:
