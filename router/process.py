@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from baton.config.clients import ApiKeyConfig
@@ -34,7 +35,7 @@ from router.served_model import ServedModel
 from router.settings import LaneSettings
 from router.sources import LaneSources, Sources
 from router.tenants.access import AccessControl
-from router.tenants.issuer_keys import IssuerKeys
+from router.tenants.issuer_keys import follow_keys
 from router.tenants.key_exchange import KeyExchange
 from router.tenants.limits_table import SyncedLimits
 from router.tenants.quota_feed import QuotaFeed
@@ -184,7 +185,7 @@ class Process:
     async def _start(self) -> None:
         oidc = self.settings.clients.oidc
         if oidc is not None and self.access.tokens is not None:
-            self.tasks.keep(IssuerKeys(oidc, self.access.tokens).follow, "issuer keys")
+            self.tasks.keep(partial(follow_keys, oidc, self.access.tokens), "issuer keys")
         if self.keys is not None and self.access.needs_key:
             await self.keys.start()
         if self.limits is not None:

@@ -8,7 +8,6 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationInfo,
-    field_validator,
     model_validator,
 )
 
@@ -126,9 +125,9 @@ class ClientLimitsConfig(Section):
     body_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     write_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
-    cors_origins: tuple[Origin, ...] = ()
-    hosts: tuple[ServedHost, ...] = ()
-    proxies: tuple[Network, ...] = ()
+    cors_origins: Annotated[tuple[Origin, ...], Field(strict=False)] = ()
+    hosts: Annotated[tuple[ServedHost, ...], Field(strict=False)] = ()
+    proxies: Annotated[tuple[Network, ...], Field(strict=False)] = ()
     cors_any_origin_with_keys: bool = False
     batch: BatchConfig = BatchConfig()  # files and batches that clients upload
     strict: bool = False
@@ -152,11 +151,6 @@ class ClientLimitsConfig(Section):
     def plain_text_problem(self, host: str) -> str:
         """Return why a router may not listen on ``host``, or "" if it may."""
         return plain_text_problem(host, tls=self.tls is not None, insecure=self.insecure)
-
-    @field_validator("cors_origins", "hosts", "proxies", mode="before")
-    @classmethod
-    def _list_to_tuple(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
 
 
 def _check_key_sources(clients: ClientLimitsConfig, info: ValidationInfo) -> ClientLimitsConfig:

@@ -1,12 +1,12 @@
 """Fleet file section on the identity provider whose tokens count beside API keys."""
 
 from collections.abc import Mapping
-from ipaddress import ip_address
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
+from baton.config.network import is_loopback
 from baton.config.section import Section
 
 
@@ -15,16 +15,9 @@ def require_tls(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ValueError("must be an https:// URL without query")
-    if parts.scheme == "http" and not _is_loopback(parts.hostname):
+    if parts.scheme == "http" and not is_loopback(parts.hostname):
         raise ValueError("must be https://: keys that are changed on their way give all rights")
     return url
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 IssuerUrl = Annotated[str, StringConstraints(max_length=1024), AfterValidator(require_tls)]
@@ -49,19 +42,13 @@ class OidcConfig(Section):
     """
 
     issuer: IssuerUrl
-    audience: Annotated[tuple[str, ...], Field(min_length=1)]
+    audience: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
     jwks_url: IssuerUrl | None = None
     tenant_claim: ClaimName = "tenant"
     role_claim: ClaimName | None = None
     roles: Mapping[str, Literal["tenant", "operator"]] = {}
     clock_skew_s: Annotated[int, Field(ge=0, le=300)] = 30
     refresh_s: Annotated[float, Field(ge=60, le=24 * 3600)] = 300.0
-
-    @field_validator("audience", mode="before")
-    @classmethod
-    def _names_to_tuple(cls, value: object) -> object:
-        names = [value] if isinstance(value, str) else value
-        return tuple(names) if isinstance(names, list) else names
 
     @model_validator(mode="after")
     def _roles_need_claim(self) -> Self:

@@ -199,8 +199,7 @@ class AccessControl:
         if rights is not None:
             return f"key of tenant {rights.tenant} in the fleet file"
         with contextlib.suppress(UnauthorizedError, UnavailableError):
-            if self.tokens is not None and self.tokens.is_token(spelled):
-                token = self.tokens.check(spelled, time())
+            if self.tokens is not None and (token := self.tokens.check(spelled, time())):
                 is_plain = _OPERATOR.fullmatch(token.subject) is not None
                 subject = token.subject if is_plain else hash_of(token.subject).hex()[:12]
                 return f"token of {subject} of tenant {token.rights.tenant}"
@@ -234,9 +233,9 @@ class AccessControl:
         issued = self.issued_keys.find(spelled)
         if issued is None:
             rights = (self.api_keys or {}).get(spelled)
-            if rights is None and self.tokens is not None and self.tokens.is_token(spelled):
-                return _OIDC_KEY_ID, self.tokens.check(spelled, time()).rights
             if rights is None:
+                if self.tokens is not None and (token := self.tokens.check(spelled, time())):
+                    return _OIDC_KEY_ID, token.rights
                 raise UnauthorizedError(
                     "a valid API key is required: `Authorization: Bearer KEY` or `x-api-key: KEY`"
                 )

@@ -18,42 +18,35 @@ _MAX_BYTES = 256 * 1024
 _POLL_S = 0.5
 
 
-class IssuerKeys:
-    """Keys of the issuer of `OidcConfig`, for a `TokenCheck`."""
+async def follow_keys(config: OidcConfig, check: TokenCheck) -> None:
+    """Read the issuer's keys now and then, and earlier if a token names another one.
 
-    def __init__(self, config: OidcConfig, check: TokenCheck) -> None:
-        self._config = config
-        self._check = check
+    Raises:
+        httpx.HTTPError, ValueError: The issuer did not answer, or not with keys. The owner starts
+            this again, and the last keys stay in use.
+    """
+    while True:
+        check.use_keys(await _read(config), time.time())
+        read_s = time.monotonic()
+        while (age_s := time.monotonic() - read_s) < config.refresh_s:
+            if check.unknown_key and age_s >= UNKNOWN_PAUSE_S:
+                break
+            await asyncio.sleep(_POLL_S)
 
-    async def follow(self) -> None:
-        """Read the keys now and then, and earlier if a token names another one.
 
-        Raises:
-            httpx.HTTPError, ValueError: The issuer did not answer, or not with keys. The owner
-                starts this again, and the last keys stay in use.
-        """
-        while True:
-            self._check.use_keys(await self._read(), time.time())
-            read_s = time.monotonic()
-            while (age_s := time.monotonic() - read_s) < self._config.refresh_s:
-                if self._check.unknown_key and age_s >= UNKNOWN_PAUSE_S:
-                    break
-                await asyncio.sleep(_POLL_S)
-
-    async def _read(self) -> Any:
-        # The system's CAs or those of SSL_CERT_FILE; redirects are not followed.
-        client = httpx.AsyncClient(
-            verify=ssl.create_default_context(), timeout=_LIMIT_S, trust_env=True
-        )
-        async with client, asyncio.timeout(2 * _LIMIT_S):
-            url = self._config.jwks_url
-            if url is None:
-                place = f"{self._config.issuer.rstrip('/')}/.well-known/openid-configuration"
-                document = await _json_at(client, place)
-                if document["issuer"] != self._config.issuer:
-                    raise ValueError(f"{place} is not of the issuer {self._config.issuer}")
-                url = require_tls(document["jwks_uri"])
-            return await _json_at(client, url)
+async def _read(config: OidcConfig) -> Any:
+    # The system's CAs or those of SSL_CERT_FILE; redirects are not followed.
+    context = ssl.create_default_context()
+    client = httpx.AsyncClient(verify=context, timeout=_LIMIT_S, trust_env=True)
+    async with client, asyncio.timeout(2 * _LIMIT_S):
+        url = config.jwks_url
+        if url is None:
+            place = f"{config.issuer.rstrip('/')}/.well-known/openid-configuration"
+            document = await _json_at(client, place)
+            if document["issuer"] != config.issuer:
+                raise ValueError(f"{place} is not of the issuer {config.issuer}")
+            url = require_tls(document["jwks_uri"])
+        return await _json_at(client, url)
 
 
 async def _json_at(client: httpx.AsyncClient, url: str) -> Any:

@@ -283,7 +283,7 @@ def test_keys_that_are_no_keys_for_signatures_do_not_count(issuer):
 def test_sections_that_are_refused(fields, message):
     with pytest.raises(ValidationError, match=message):
         FleetConfig.model_validate({"clients": {"oidc": {"audience": ["a"]} | fields}})
-    right = {"issuer": "https://id.example", "audience": "a"}
+    right = {"issuer": "https://id.example", "audience": ["a"]}
     assert FleetConfig.model_validate({"clients": {"oidc": right}}).has_keys
 
 
