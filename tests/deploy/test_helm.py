@@ -9,7 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import jsonschema
 import pytest
 import yaml
@@ -19,7 +18,7 @@ from baton.config.load import load_config
 from baton.telemetry.metric_names import REQUEST_METRICS
 from tests.deploy.kubernetes_api import IMMUTABLE, KubernetesApi
 from tests.deploy.test_kubernetes import HTTP_ROUTE, INFERENCE_POOL, RAY_CLUSTER, as_pod, check
-from tests.house.manifests import CHART, documents, fleet_file, plain_files
+from tests.house.manifests import CHART, documents, fleet_file, helm, plain_files
 
 JUDGED = {
     "ScaledObject": "cloudcoil.models.keda.v1alpha1",
@@ -105,10 +104,11 @@ def fits(made: dict[str, Any]) -> None:
         check(as_pod(pod))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_rendered_fits_its_schemas_and_is_labelled(name: str, tmp_path: Path) -> None:
     values = CASES[name]
-    report = helm_python.lint(CHART, values, strict=True)
+    report = helm().lint(CHART, values, strict=True)
     assert report["errors"] == []
     assert [each for each in report["messages"] if each["severity"] > 1] == []
     made = documents(values, "prod")
@@ -206,7 +206,7 @@ def test_keda_reads_the_planners_wish_and_scales_nodes_that_no_one_else_counts()
     ],
 )
 def test_values_that_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(helm_python.HelmError, match=message):
+    with pytest.raises(helm().HelmError, match=message):
         documents(values)
 
 
@@ -245,7 +245,7 @@ def api():
     server.close()
 
 
-def connected(api: KubernetesApi) -> helm_python.Config:
+def connected(api: KubernetesApi) -> Any:
     place = {"cluster": "c", "user": "u", "namespace": "baton"}
     kubeconfig = {
         "apiVersion": "v1",
@@ -255,40 +255,41 @@ def connected(api: KubernetesApi) -> helm_python.Config:
         "users": [{"name": "u", "user": {}}],
         "contexts": [{"name": "x", "context": place}],
     }
-    return helm_python.Config(
+    return helm().Config(
         kubeconfig_content=json.dumps(kubeconfig), namespace="baton", storage_driver="memory"
     )
 
 
+@pytest.mark.costly
 def test_helm_installs_upgrades_and_uninstalls(api: KubernetesApi) -> None:
     api.objects["/api/v1/namespaces/baton/secrets/baton"] = {"kind": "Secret"}  # the operator's
     before = set(api.objects)
     changed = TLS | {"routers": {"replicas": 5}, "image": {"tag": "0.4.0"}, "monitoring": {}}
-    with connected(api) as helm:
-        helm.install(CHART, "prod", TLS)
+    with connected(api) as releases:
+        releases.install(CHART, "prod", TLS)
         installed = dict(api.objects)
         assert len(installed) - len(before) == len(documents(TLS, "prod"))
-        helm.upgrade(CHART, "prod", changed)
+        releases.upgrade(CHART, "prod", changed)
         removed = set(installed) - set(api.objects)
         assert all("monitor" in path or "scrape" in path or "metrics" in path for path in removed)
         assert len(removed) == 4
         (routers,) = (made for made in api.by_kind("Deployment"))
         assert routers["spec"]["replicas"] == 5
-        helm.rollback("prod", version=1)
+        releases.rollback("prod", version=1)
         assert set(api.objects) == set(installed)
-        helm.uninstall("prod")
+        releases.uninstall("prod")
     assert set(api.objects) == before
 
 
 def test_a_field_that_cannot_change_stops_an_upgrade(api: KubernetesApi) -> None:
     """The judge of the test above: had the chart changed such a field, Helm would have failed."""
     assert "Deployment" in IMMUTABLE
-    with connected(api) as helm:
-        helm.install(CHART, "prod", BARE)
+    with connected(api) as releases:
+        releases.install(CHART, "prod", BARE)
         (routers,) = api.by_kind("Deployment")
         routers["spec"]["selector"] = {"matchLabels": {"app": "old"}}
-        with pytest.raises(helm_python.HelmError, match="immutable"):
-            helm.upgrade(CHART, "prod", BARE)
+        with pytest.raises(helm().HelmError, match="immutable"):
+            releases.upgrade(CHART, "prod", BARE)
 
 
 def test_the_plain_manifests_are_those_of_the_chart() -> None:

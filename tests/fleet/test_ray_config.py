@@ -95,6 +95,7 @@ def test_an_llm_config_becomes_a_fleet_file(tmp_path: Path, capsys: Any) -> None
     assert left_out(text) == used | {f"engine_kwargs.{word}" for word in words}
 
 
+@pytest.mark.costly
 def test_every_field_of_ray_is_used_or_named(
     tmp_path: Path, capsys: Any, fields_of_ray: set[str]
 ) -> None:

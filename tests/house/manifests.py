@@ -3,10 +3,10 @@
 Each file of ``deploy/helm/presets`` has the values of the folder in ``deploy`` that has its name.
 """
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import yaml
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -17,9 +17,14 @@ FLEET = """# A fleet file, rendered from deploy/helm. CHANGE `model`, `api_keys`
 """
 
 
+def helm() -> Any:
+    """Import Helm, whose library starts threads of its own in this process."""
+    return import_module("helm_python")
+
+
 def rendered(values: dict[str, Any], name: str = "baton", **options: Any) -> dict[str, str]:
     """Render the chart's templates, by file name; those that are empty are left out."""
-    with helm_python.Chart.load(CHART) as chart:
+    with helm().Chart.load(CHART) as chart:
         files = chart.render(values, name=name, namespace="baton", **options)
     texts = {Path(path).name: text.strip() for path, text in files.items()}
     return {file: text for file, text in texts.items() if text and file != "NOTES.txt"}
