@@ -36,7 +36,7 @@ async def follow_keys(config: OidcConfig, check: TokenCheck) -> None:
 
 async def _read(config: OidcConfig) -> Any:
     # The system's CAs or those of SSL_CERT_FILE; redirects are not followed.
-    context = ssl.create_default_context()
+    context = await asyncio.to_thread(ssl.create_default_context)
     client = httpx.AsyncClient(verify=context, timeout=_LIMIT_S, trust_env=True)
     async with client, asyncio.timeout(2 * _LIMIT_S):
         url = config.jwks_url
