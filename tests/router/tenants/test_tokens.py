@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
 from baton.config.fleet_file import FleetConfig
 from baton.config.identity import OidcConfig
+from baton.config.load import ConfigError, load_config
 from baton.tenants.key_record import issue, new_key
 from baton.types.errors import UnauthorizedError, UnavailableError
 from baton.wire.fleet_token import FleetToken
@@ -280,9 +281,13 @@ def test_keys_that_are_no_keys_for_signatures_do_not_count(issuer):
         ({"issuer": "https://id.example", "clock_skew_s": 301}, "less than or equal to 300"),
     ],
 )
-def test_sections_that_are_refused(fields, message):
+def test_sections_that_are_refused(fields, message, tmp_path):
     with pytest.raises(ValidationError, match=message):
         FleetConfig.model_validate({"clients": {"oidc": {"audience": ["a"]} | fields}})
+    file = tmp_path / "fleet.yaml"
+    file.write_text("clients: {oidc: {issuer: https://a.b, audience: [a], role_clam: r}}")
+    with pytest.raises(ConfigError, match="did you mean `role_claim`"):
+        load_config(file)
     right = {"issuer": "https://id.example", "audience": ["a"]}
     assert FleetConfig.model_validate({"clients": {"oidc": right}}).has_keys
 
