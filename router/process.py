@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from baton.config.clients import ApiKeyConfig
@@ -34,9 +35,11 @@ from router.served_model import ServedModel
 from router.settings import LaneSettings
 from router.sources import LaneSources, Sources
 from router.tenants.access import AccessControl
+from router.tenants.issuer_keys import follow_keys
 from router.tenants.key_exchange import KeyExchange
 from router.tenants.limits_table import SyncedLimits
 from router.tenants.quota_feed import QuotaFeed
+from router.tenants.token_check import TokenCheck
 from router.tenants.usage_counter import UsageCounter
 
 _POLL_S = 0.01
@@ -67,7 +70,9 @@ class Process:
         self.core = core
         self.settings = settings = core.settings
         self.policies = core.policies
-        self.access = AccessControl(api_keys, core.fleet_token, core.policies)
+        oidc = settings.clients.oidc
+        tokens = TokenCheck(oidc) if oidc is not None else None
+        self.access = AccessControl(api_keys, core.fleet_token, core.policies, tokens)
         self.sources = sources
         self.audit = sources.audit if sources is not None else None
         self.metrics = metrics = Metrics("router", model=model.names[0])
@@ -178,6 +183,9 @@ class Process:
             yield
 
     async def _start(self) -> None:
+        oidc = self.settings.clients.oidc
+        if oidc is not None and self.access.tokens is not None:
+            self.tasks.keep(partial(follow_keys, oidc, self.access.tokens), "issuer keys")
         if self.keys is not None and self.access.needs_key:
             await self.keys.start()
         if self.limits is not None:

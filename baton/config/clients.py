@@ -8,11 +8,11 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationInfo,
-    field_validator,
     model_validator,
 )
 
 from baton.config.batch import BatchConfig
+from baton.config.identity import OidcConfig
 from baton.config.network import HttpsConfig, plain_text_problem, require_absolute
 from baton.config.section import Section
 
@@ -120,15 +120,16 @@ class ClientLimitsConfig(Section):
             TLS.
         api_keys_file: File with API keys, in place of ``api_keys``. It is read again when it
             changes. ``redis``: requests need a key of ``baton keys``, or one of ``api_keys``.
+        oidc: Issuer whose JWTs are bearer tokens, beside API keys if there are any.
     """
 
     header_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
     body_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     write_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
-    cors_origins: tuple[Origin, ...] = ()
-    hosts: tuple[ServedHost, ...] = ()
-    proxies: tuple[Network, ...] = ()
+    cors_origins: Annotated[tuple[Origin, ...], Field(strict=False)] = ()
+    hosts: Annotated[tuple[ServedHost, ...], Field(strict=False)] = ()
+    proxies: Annotated[tuple[Network, ...], Field(strict=False)] = ()
     cors_any_origin_with_keys: bool = False
     batch: BatchConfig = BatchConfig()  # files and batches that clients upload
     strict: bool = False
@@ -138,6 +139,7 @@ class ClientLimitsConfig(Section):
     tls: HttpsConfig | None = None
     insecure: bool = False
     api_keys_file: KeysFile | None = None
+    oidc: OidcConfig | None = None
 
     @property
     def certificate(self) -> str:
@@ -153,11 +155,6 @@ class ClientLimitsConfig(Section):
         """Return why a router may not listen on ``host``, or "" if it may."""
         return plain_text_problem(host, tls=self.tls is not None, insecure=self.insecure)
 
-    @field_validator("cors_origins", "hosts", "proxies", mode="before")
-    @classmethod
-    def _list_to_tuple(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
-
 
 def _check_key_sources(clients: ClientLimitsConfig, info: ValidationInfo) -> ClientLimitsConfig:
     """Refuse two sources of keys, and ``*`` with keys: any page could use a key that it got.
@@ -167,7 +164,7 @@ def _check_key_sources(clients: ClientLimitsConfig, info: ValidationInfo) -> Cli
     inline = info.data.get("api_keys")
     if inline and clients.api_keys_file not in (None, KEYS_IN_REDIS):
         raise ValueError("api_keys_file and `api_keys` exclude each other: remove one of them")
-    has_keys = inline or clients.api_keys_file
+    has_keys = inline or clients.api_keys_file or clients.oidc
     confirmed = clients.cors_any_origin_with_keys
     if ANY_ORIGIN in clients.cors_origins and has_keys and not confirmed:
         raise ValueError(

@@ -14,7 +14,7 @@ ExternalKind = Literal["vllm", "llama-server"]
 """Engines of which the fleet file has a section in ``pools``."""
 
 # arguments of `vllm serve` that a worker sets itself, and where the fleet file has them
-_TAKEN = {
+TAKEN = {
     "--host": "workers reach vLLM by a socket of their own: remove it",
     "--port": "workers reach vLLM by a socket of their own: remove it",
     "--uds": "workers reach vLLM by a socket of their own: remove it",
@@ -91,8 +91,8 @@ class VllmConfig(Section):
     def _refuse_taken_arguments(self) -> Self:
         for argument in self.args:
             name = argument.partition("=")[0].partition(".")[0].replace("_", "-")
-            if name in _TAKEN:
-                raise ValueError(f"args: {name}: {_TAKEN[name]}")
+            if name in TAKEN:
+                raise ValueError(f"args: {name}: {TAKEN[name]}")
         return self
 
     @property

@@ -318,7 +318,7 @@ class FleetConfig(Section):
     @property
     def has_keys(self) -> bool:
         """True if requests need an API key."""
-        return bool(self.api_keys or self.clients.api_keys_file)
+        return bool(self.api_keys or self.clients.api_keys_file or self.clients.oidc)
 
     @property
     def cpus_total(self) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
 from baton.config.clients import SloConfig
 from baton.config.pools import PoolsConfig
@@ -32,7 +32,7 @@ class GatesConfig(Section):
 
     # golden prompts, one JSON object a line
     golden: Annotated[str, StringConstraints(min_length=1)] | None = None
-    licences: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = ()  # allowed; none: any
+    licences: Annotated[tuple[ModelName, ...], Field(strict=False)] = ()  # allowed; none: any
     # digest of the weights in hexadecimal, or its first digits
     weights_digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{12,32}$")] | None = None
     signature: str | None = None  # detached signature by model-signing
@@ -46,11 +46,6 @@ class GatesConfig(Section):
             signature=self.signature or "",
             verify_key=self.verify_key or "",
         )
-
-    @field_validator("licences", mode="before")
-    @classmethod
-    def _list_to_tuple(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")
     def _signature_needs_key(self) -> Self:

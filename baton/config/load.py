@@ -22,6 +22,7 @@ from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
 from baton.config.engine import QuantisationConfig, SpeculationConfig
 from baton.config.external_engine import LlamaServerConfig, VllmConfig
 from baton.config.fleet_file import FleetConfig
+from baton.config.identity import OidcConfig
 from baton.config.lane import AdaptersConfig, GatesConfig, LaneConfig
 from baton.config.network import FleetTlsConfig, HttpsConfig
 from baton.config.pools import EngineConfig, KvTiersConfig, PoolsConfig, TensorParallelConfig
@@ -154,6 +155,7 @@ def _suggestion(path: KeyPath) -> str:
         "kv_tiers": KvTiersConfig,
         "tls": FleetTlsConfig if path[0] == "pools" else HttpsConfig,
         "clients": ClientLimitsConfig,
+        "oidc": OidcConfig,
         **{name: LaneConfig for name in path[1:2] if path[0] == "models"},
         "…": ApiKeyConfig,
     }

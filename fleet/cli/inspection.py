@@ -22,6 +22,7 @@ from fleet.cli.common import (
     known_fleet,
     load_fleet_file,
 )
+from fleet.cli.ray_config import config_import
 from fleet.cli.reach import HERE, FleetAddress, order
 from fleet.local import state as fleet_state
 from fleet.local.checks import preflight
@@ -175,5 +176,6 @@ def config_check(file: FileArgument = None, as_json: JsonOption = False) -> None
         typer.echo(f"not on this machine: {line}")
 
 
-config_app = typer.Typer(help="Check fleet files.", no_args_is_help=True)
+config_app = typer.Typer(help="Check and import fleet files.", no_args_is_help=True)
 config_app.command("check")(config_check)
+config_app.command("import")(config_import)

