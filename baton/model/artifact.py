@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from baton.model import gguf_config, hf_config, hf_tokens
 from baton.model.hf_config import read_json
 from baton.model.locate import HUB_LOAD_S, locate
 from baton.model.model_config import ModelConfig, ModelError, refuse_numbers
+from baton.model.token_keys import GENERATION_CONFIG, refuse_gguf_keys, refuse_values
 
 __all__ = ["ModelArtifact", "ModelConfig", "ModelError", "TokenizerSource", "resolve_model"]
 
@@ -32,7 +33,14 @@ _GGUF_SAMPLING = {
 }
 # exceptions that a metadata value of the wrong type raises
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-_GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_GENERATION = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +53,9 @@ class ModelArtifact:
         architecture: Name in the artifact (``llama``, ``LlamaForCausalLM``).
         revision: Hub commit, or version of the package; ``None`` for plain files.
         quantisation: Format of most weights (``Q4_1``, ``BF16``).
-        template_digest: 16 bytes over the chat template; empty without one.
+        chat_template: Jinja text; None without one.
+        tool_template: Jinja text for requests with tools, if the model has one.
+        template_digest: 16 bytes over the chat templates; empty without one.
         tokenizer: Text of ``tokenizer.json``, or ``tokenizer.*`` metadata of a GGUF file.
         special_tokens: Text by name (``bos_token``) that the tokenizer's own files give; empty if
             the model has none of this name.
@@ -65,6 +75,7 @@ class ModelArtifact:
     template_digest: bytes
     generation_defaults: dict[str, float | int]
     tokenizer: TokenizerSource = field(repr=False, compare=False)
+    tool_template: str | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -124,17 +135,13 @@ def _from_directory(
     architecture = str((raw.get("architectures") or [raw.get("model_type", "unknown")])[0])
     if check:
         hf_config.refuse_unsupported(folder, architecture, raw)
+        refuse_values(str(folder / "generation_config.json"), generation, GENERATION_CONFIG)
     config = hf_config.read_config(folder, raw, generation, architecture)
     files = _safetensors_files(folder) if weights else ()
-    tokenizer_file = folder / "tokenizer.json"
-    if not tokenizer_file.exists():
-        raise ModelError(f"{folder}: tokenizer.json is missing (other formats are not supported)")
-    tokenizer = tokenizer_file.read_text(encoding="utf-8")
-    special = hf_tokens.special_tokens(folder)
-    config = hf_tokens.with_end(config, tokenizer, special.get("eos_token", ""))
+    tokens = hf_tokens.TokenFiles(folder, check=check)
+    config = hf_tokens.with_end(config, tokens.tokenizer, tokens.special.get("eos_token", ""))
     if check:
         refuse_numbers(str(folder / "config.json"), config)
-    template = _hf_template(folder)
     return ModelArtifact(
         source=source,
         path=folder,
@@ -145,14 +152,13 @@ def _from_directory(
         license=_license_of_card(folder / "README.md"),
         quantisation=_safetensors_dtype(files),
         config=config,
-        chat_template=template,
-        tokenizer_digest=_digest(tokenizer),
-        template_digest=_digest(template) if template is not None else b"",
+        tokenizer_digest=_digest(tokens.tokenizer),
         generation_defaults=_numbers(
-            {key: generation[key] for key in _GENERATION_KEYS if generation.get(key)}
+            {name: generation[key] for key, name in _GENERATION.items() if generation.get(key)}
         ),
-        tokenizer=tokenizer,
-        special_tokens=special,
+        tokenizer=tokens.tokenizer,
+        special_tokens=tokens.special,
+        **_templates(tokens.templates),
     )
 
 
@@ -189,14 +195,15 @@ def _safetensors_dtype(files: Iterable[Path]) -> str:
     return counts.most_common(1)[0][0] if counts else "none"
 
 
-def _hf_template(folder: Path) -> str | None:
-    if (file := folder / "chat_template.jinja").exists():
-        return file.read_text(encoding="utf-8")
-    template = read_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # several named templates; "default" is the one for chat
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _templates(named: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of the chat templates, which have names."""
+    template = named.get("default")
+    tools = named.get("tool_use")
+    return {
+        "chat_template": template,
+        "tool_template": tools,
+        "template_digest": b"" if template is None else _digest(template + (tools or "")),
+    }
 
 
 def _license_of_card(card: Path) -> str | None:
@@ -228,13 +235,15 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
     architecture = str(meta.get("general.architecture", "unknown"))
     if check:
         gguf_config.refuse_unsupported(path, architecture, meta)
+        refuse_gguf_keys(str(path), meta)
     config = gguf_config.read_config(path, architecture, meta, shapes)
     if check:
         refuse_numbers(str(path), config)
     tokenizer = {k: v for k, v in meta.items() if k.startswith("tokenizer.")}
     if "tokenizer.ggml.tokens" not in tokenizer:
         raise ModelError(f"{path}: the tokenizer is missing (tokenizer.ggml.tokens)")
-    template = meta.get("tokenizer.chat_template")
+    template = "tokenizer.chat_template"
+    templates = {"default": meta.get(template), "tool_use": meta.get(f"{template}.tool_use")}
     return ModelArtifact(
         source=source,
         path=path,
@@ -245,13 +254,12 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
         license=meta.get("general.license"),
         quantisation=elements.most_common(1)[0][0] if elements else "none",
         config=config,
-        chat_template=template,
         tokenizer_digest=_digest(json.dumps(tokenizer, sort_keys=True)),
-        template_digest=_digest(template) if template is not None else b"",
         generation_defaults=_numbers(
             {name: meta[key] for key, name in _GGUF_SAMPLING.items() if key in meta}
         ),
         tokenizer=tokenizer,
+        **_templates({name: text for name, text in templates.items() if text is not None}),
     )
 
 

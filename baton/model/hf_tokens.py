@@ -1,5 +1,11 @@
-"""Special tokens of a Hugging Face directory, which files of its tokenizer name by their text."""
+"""Tokens and chat templates of a Hugging Face directory, as transformers reads them.
 
+``tokenizer.json`` has the vocabulary; files beside it add tokens, make tokens special, and name
+some of them by their text. ``token_keys.py`` lists the keys.
+"""
+
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,9 +13,25 @@ from typing import Any
 import msgspec
 
 from baton.model.hf_config import read_json
-from baton.model.model_config import ModelConfig
+from baton.model.model_config import ModelConfig, ModelError
+from baton.model.token_keys import TOKENIZER_CONFIG, refuse_values
 
 _SUFFIX = "_token"
+_EXTRA = ("additional_special_tokens", "extra_special_tokens")
+_FLAGS = {
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": True,
+    "special": False,
+}
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Words of Mistral's tokenizers since 2024."""
 
 
 class _Added(msgspec.Struct):
@@ -26,18 +48,62 @@ class _Tokenizer(msgspec.Struct):
     model: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
-    """Return text by name (``bos_token``) as transformers does; empty for ``null``.
+class TokenFiles:
+    """Files of a directory that are read together.
 
-    ``tokenizer_config.json`` takes precedence over ``special_tokens_map.json``.
+    Attributes:
+        tokenizer: Text of ``tokenizer.json`` with the changes that the other files make.
+        special: Text by name (``bos_token``); empty for ``null``.
+        templates: Chat templates by name; ``default`` and ``tool_use`` are used.
+
+    Args:
+        check: Whether values that are not supported are errors.
+
+    Raises:
+        ModelError: A file cannot be read, or a value is not supported.
     """
-    special: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        for name, value in read_json(folder / file).items():
-            text = _text(value)
-            if name.endswith(_SUFFIX) and text is not None:
-                special[name] = text
-    return special
+
+    def __init__(self, folder: Path, *, check: bool) -> None:
+        config = read_json(folder / "tokenizer_config.json")
+        if check:
+            refuse_values(str(folder / "tokenizer_config.json"), config, TOKENIZER_CONFIG)
+        self.templates = _templates(folder, config)
+        added = config.get("added_tokens_decoder")
+        if added is None:  # of versions before 2023
+            config = {**config, **read_json(folder / "special_tokens_map.json")}
+            added = {str(i): {"content": text} for text, i in _old_tokens(folder).items()}
+        if isinstance(extra := config.get("extra_special_tokens"), dict):
+            config = {**config, **extra, "extra_special_tokens": []}
+        texts = {name: _text(value) for name, value in config.items() if name.endswith(_SUFFIX)}
+        self.special = {name: text for name, text in texts.items() if text is not None}
+        try:
+            text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+            self.tokenizer = _amended(text, added, config)
+        except FileNotFoundError as error:
+            raise ModelError(
+                f"{folder}: tokenizer.json is missing (other formats are not supported)"
+            ) from error
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ModelError(f"{folder}: invalid value in the tokenizer's files ({why})") from error
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    given = config.get("chat_template")
+    if isinstance(given, list):
+        given = {entry["name"]: entry["template"] for entry in given}
+    elif not isinstance(given, dict):
+        given = {"default": given}
+    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    files["default"] = folder / "chat_template.jinja"
+    given |= {name: path.read_text("utf-8") for name, path in files.items() if path.exists()}
+    if given.get("default") is None:  # of models whose processor has the template
+        given["default"] = read_json(folder / "chat_template.json").get("chat_template")
+    return {name: text for name, text in given.items() if isinstance(text, str)}
+
+
+def _old_tokens(folder: Path) -> dict[str, int]:
+    return {str(text): int(i) for text, i in read_json(folder / "added_tokens.json").items()}
 
 
 def _text(value: Any) -> str | None:
@@ -45,6 +111,68 @@ def _text(value: Any) -> str | None:
     if isinstance(value, dict):
         value = value.get("content", False)
     return (value or "") if isinstance(value, str | None) else None
+
+
+def _amended(text: str, added: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Return ``tokenizer.json`` with the tokens that the other files add or make special."""
+    parts = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    before = msgspec.json.decode(parts.get("added_tokens", b"[]"), type=list[dict[str, Any]])
+    tokens = {token["content"]: token for token in before}
+    for _, token in sorted(added.items(), key=lambda item: int(item[0])):
+        _merge(tokens, token, changes="added_tokens_decoder" in config)
+    named = [value for name, value in config.items() if name.endswith(_SUFFIX)]
+    others = next((config[name] for name in reversed(_EXTRA) if config.get(name)), ())
+    for value in (*named, *others):
+        if text_of := _text(value):
+            flags = value if isinstance(value, dict) else {}
+            _merge(tokens, {"normalized": False, **flags, "content": text_of, "special": True})
+    for text_of in filter(None, map(_text, named)):
+        tokens[text_of] = {**tokens[text_of], "special": True}
+    cut = json.loads(bytes(parts.get("pre_tokenizer", b"null")))
+    changed = config.get("fix_mistral_regex") is True and cut is not None
+    if changed:
+        parts["pre_tokenizer"] = msgspec.Raw(_with_tekken(cut))
+    if list(tokens.values()) != before:
+        _number(tokens, parts.get("model", b"{}"))
+        parts["added_tokens"] = msgspec.Raw(msgspec.json.encode(list(tokens.values())))
+        changed = True
+    return msgspec.json.encode(parts).decode() if changed else text
+
+
+def _merge(
+    tokens: dict[str, dict[str, Any]], token: Mapping[str, Any], *, changes: bool = False
+) -> None:
+    """Add a token, and change one that exists only if it ``changes`` it."""
+    flags = {name: token[name] for name in _FLAGS if name in token}
+    known = tokens.get(token["content"])
+    if known is None or changes:
+        base = {"id": -1, "content": token["content"], **_FLAGS} if known is None else known
+        tokens[token["content"]] = {**base, **flags}
+
+
+def _number(tokens: dict[str, dict[str, Any]], model: bytes | msgspec.Raw) -> None:
+    """Give new tokens the ids that `tokenizers` will give them."""
+    try:
+        vocabulary = msgspec.json.decode(model, type=_Model).vocab
+    except msgspec.DecodeError:  # a list of pairs
+        pairs = json.loads(bytes(model)).get("vocab", ())
+        vocabulary = {piece: i for i, (piece, _) in enumerate(pairs)}
+    for text, token in tokens.items():
+        if token["id"] < 0:
+            after = max((other["id"] for other in tokens.values()), default=-1) + 1
+            token["id"] = vocabulary.get(text, max(after, len(vocabulary)))
+
+
+def _with_tekken(cut: dict[str, Any]) -> bytes:
+    """Return the pre-tokenizer with the right words of Mistral; early files have others."""
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": TEKKEN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    steps = cut["pretokenizers"][1:] if cut["type"] == "Sequence" else [cut]
+    return msgspec.json.encode({"type": "Sequence", "pretokenizers": [split, *steps]})
 
 
 def with_end(config: ModelConfig, tokenizer: str, end: str) -> ModelConfig:
