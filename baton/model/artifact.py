@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from baton.model import gguf_config, hf_config, hf_tokens
 from baton.model.hf_config import read_json
-from baton.model.locate import HUB_LOAD_S, locate
+from baton.model.locate import HUB_LOAD_S, is_gguf, locate
 from baton.model.model_config import ModelConfig, ModelError, refuse_numbers
 from baton.model.token_keys import GENERATION_CONFIG, refuse_gguf_keys, refuse_values
 
@@ -49,7 +49,7 @@ class ModelArtifact:
 
     Attributes:
         source: Reference as the user wrote it.
-        path: GGUF file, or directory of the safetensors files.
+        path: GGUF file (any part of a split one), or directory of the safetensors files.
         architecture: Name in the artifact (``llama``, ``LlamaForCausalLM``).
         revision: Hub commit, or version of the package; ``None`` for plain files.
         quantisation: Format of most weights (``Q4_1``, ``BF16``).
@@ -106,7 +106,7 @@ def resolve_model(
         HubSilentError: The hub is needed, and has not answered in time.
     """
     path, revision = locate(reference, hub_answers_s=hub_answers_s, with_weights=with_weights)
-    if not path.is_dir() and path.suffix != ".gguf":
+    if not path.is_dir() and not is_gguf(path):
         raise ModelError(
             f"{path}: not a model; a .gguf file or a directory with config.json is needed"
         )
@@ -221,7 +221,7 @@ def _license_of_card(card: Path) -> str | None:
 
 
 def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) -> ModelArtifact:
-    from baton.model.gguf_file import open_gguf
+    from baton.model.gguf_file import READABLE, open_gguf
 
     try:
         reader = open_gguf(path)
@@ -231,7 +231,10 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
     shapes = {t.name: t.shape for t in reader.tensors}
     elements: Counter[str] = Counter()
     for tensor in reader.tensors:
-        elements[tensor.tensor_type.name] += tensor.n_elements
+        kind = tensor.tensor_type
+        if check and kind not in READABLE:
+            raise ModelError(f"{path}: {tensor.name} is {kind.name}, which gguf cannot dequantise")
+        elements[kind.name] += tensor.n_elements
     architecture = str(meta.get("general.architecture", "unknown"))
     if check:
         gguf_config.refuse_unsupported(path, architecture, meta)
@@ -248,7 +251,7 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
         source=source,
         path=path,
         format="gguf",
-        weight_files=(path,),
+        weight_files=reader.paths,
         architecture=architecture,
         revision=revision,
         license=meta.get("general.license"),

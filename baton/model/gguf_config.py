@@ -33,8 +33,6 @@ def refuse_unsupported(path: Path, architecture: str, meta: Mapping[str, Any]) -
     """Raise ``ModelError`` if the metadata requires what the engine does not compute."""
     where = f"{path}: architecture {architecture}"
     refuse_family(where, architecture, GGUF_FAMILIES)
-    if int(meta.get("split.count", 0)) > 1:
-        raise ModelError(f"{where}: split GGUF files are not supported (merge: llama-gguf-split)")
     experts = int(meta.get(f"{architecture}.expert_count", 0))
     if experts and GGUF_FAMILIES[architecture] != "qwen3_moe":
         raise ModelError(f"{where}: mixture of experts is not supported")

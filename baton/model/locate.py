@@ -5,6 +5,8 @@
     /models/smollm2.gguf                                   a GGUF file
     /models/SmolLM2-135M-Instruct                          a Hugging Face directory
     hub:HuggingFaceTB/SmolLM2-135M-Instruct[@revision]     the Hugging Face cache, else the hub
+    hub:bartowski/SmolLM2-135M-Instruct-GGUF:Q4_K_M        a GGUF file in a repository, by its type
+    hub:bartowski/SmolLM2-135M-Instruct-GGUF/FILE.gguf     or by its name
 
 Large models are split over several packages. Such a package has a function ``assemble(path)`` that
 joins the parts and checks the result. It is called once; the file stays in
@@ -13,9 +15,12 @@ joins the parts and checks the result. It is called once; the file stays in
 
 import contextlib
 import json
+import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module, metadata, util
 from pathlib import Path
 
@@ -28,6 +33,7 @@ HUB_LOAD_S = 30.0
 """Time in which the hub must answer a process that loads a model."""
 _HUB_PATTERNS = ["*.json", "*.jinja", "README.md"]
 _HUB_WEIGHTS = "*.safetensors"
+_PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 class HubSilentError(ModelError):
@@ -53,7 +59,7 @@ def locate(
     if reference.startswith("hub:"):
         return _locate_in_hub(reference, hub_answers_s, with_weights)
     try:
-        path = Path(reference).expanduser()
+        path = Path(os.path.abspath(Path(reference).expanduser()))  # noqa: PTH100 - keep links
         exists = path.exists()
     except (OSError, RuntimeError) as error:  # name too long, unknown ~user
         raise ModelError(f"{reference}: {error}") from error
@@ -62,7 +68,41 @@ def locate(
             f"{reference}: no such file or directory (a model is a .gguf file, a Hugging Face "
             "directory, hub:ORG/NAME[@REVISION], or package:PACKAGE/FILE)"
         )
-    return path.resolve(), None
+    return (_gguf_in(path, reference) if path.is_dir() else path), None
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a file is GGUF by its name or by its first bytes."""
+    if path.suffix == ".gguf" or not path.is_file():
+        return path.suffix == ".gguf"
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """Return the files of a model of which ``path`` is one, by its name."""
+    part = _PART.fullmatch(path.name)
+    if part is None:
+        return (path,)
+    numbers = range(1, int(part["count"]) + 1)
+    return tuple(
+        path.with_name(f"{part['name']}-{number:05}-of-{part['count']}.gguf") for number in numbers
+    )
+
+
+def _gguf_in(folder: Path, reference: str, quantisation: str = "") -> Path:
+    """Return the GGUF file of a folder that has no other model, or else the folder."""
+    if (folder / "config.json").exists() and not quantisation:
+        return folder
+    files = sorted((*folder.glob("*.gguf"), *folder.glob("*/*.gguf")))
+    models = [path for path in files if path == parts_of(path)[0] and "mmproj" not in path.name]
+    wanted = [path for path in models if quantisation.lower() in path.name.lower()]
+    if len(wanted) == 1:
+        return wanted[0]
+    if not models and not quantisation:
+        return folder
+    names = ", ".join(str(path.relative_to(folder)) for path in models) or "no GGUF file"
+    raise ModelError(f"{reference}: name one of its files: {names}")
 
 
 def _locate_in_package(reference: str) -> tuple[Path, str | None]:
@@ -125,41 +165,87 @@ def _undamaged(assemble: Callable[[Path], object], path: Path) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class _HubModel:
+    """Model of the hub; ``file`` and ``quantisation`` choose a GGUF file of its repository."""
+
+    reference: str
+    repository: str
+    revision: str | None
+    file: str
+    quantisation: str
+
+    @classmethod
+    def of(cls, reference: str) -> "_HubModel":
+        name, _, revision = reference.removeprefix("hub:").partition("@")
+        name, _, quantisation = name.partition(":")
+        organisation, _, rest = name.partition("/")
+        repository, _, file = rest.partition("/")
+        if not organisation or not repository or (file and not file.endswith(".gguf")):
+            raise ModelError(
+                f"{reference}: a hub model is written hub:ORG/NAME, hub:ORG/NAME/FILE.gguf or "
+                "hub:ORG/NAME:Q4_K_M, each also with @REVISION"
+            )
+        return cls(reference, f"{organisation}/{repository}", revision or None, file, quantisation)
+
+    def patterns(self, *, with_weights: bool) -> list[str]:
+        if self.file:
+            return [str(path) for path in parts_of(Path(self.file))]
+        if self.quantisation:
+            cases = {self.quantisation.lower(), self.quantisation.upper()}
+            return [f"*{text}*.gguf" for text in cases]
+        return [*_HUB_PATTERNS, *([_HUB_WEIGHTS] if with_weights else [])]
+
+    def path_in(self, folder: Path) -> Path:
+        if self.file:
+            return folder / self.file
+        return _gguf_in(folder, self.reference, self.quantisation)
+
+    def is_complete(self, path: Path, *, with_weights: bool) -> bool:
+        if self.file or self.quantisation:
+            return all(part.is_file() for part in parts_of(path))
+        return _is_complete(path, with_weights=with_weights)
+
+
 def _locate_in_hub(reference: str, answers_s: float, with_weights: bool) -> tuple[Path, str | None]:
-    name, _, revision = reference.removeprefix("hub:").partition("@")
-    if name.count("/") != 1:
-        raise ModelError(f"{reference}: a hub model is written hub:ORG/NAME or hub:ORG/NAME@REV")
+    model = _HubModel.of(reference)
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import list_repo_files, snapshot_download
     except ImportError as error:
         raise ModelError(f"{reference}: needs the package huggingface_hub") from error
 
     def snapshot(*, local: bool) -> Path:
         folder = snapshot_download(
-            name,
-            revision=revision or None,
-            allow_patterns=[*_HUB_PATTERNS, *([_HUB_WEIGHTS] if with_weights else [])],
+            model.repository,
+            revision=model.revision,
+            allow_patterns=model.patterns(with_weights=with_weights),
             local_files_only=local,
         )
         return Path(str(folder))
 
     try:
-        path = snapshot(local=True)
-        if _is_complete(path, with_weights=with_weights):
-            return path, path.name
+        folder = snapshot(local=True)
+        path = model.path_in(folder)
+        if model.is_complete(path, with_weights=with_weights):
+            return path, folder.name
     except Exception:  # noqa: BLE001, S110 - the hub's errors have no common base; retry below
         pass
     try:
         _check_that_the_hub_answers(reference, answers_s)
-        path = snapshot(local=False)
-    except HubSilentError:
+        folder = snapshot(local=False)
+        path = model.path_in(folder)
+        if not model.is_complete(path, with_weights=with_weights):
+            names = list_repo_files(model.repository, revision=model.revision)
+            if files := [name for name in names if name.endswith(".gguf")]:
+                raise ModelError(f"{reference}: name one of its files: {', '.join(files)}")
+    except ModelError:
         raise
     except Exception as error:
         raise ModelError(
             f"{reference}: incomplete in the Hugging Face cache, and the hub cannot be reached "
             f"({type(error).__name__}); download it to the cache, or use a directory"
         ) from error
-    return path, path.name
+    return path, folder.name
 
 
 def _check_that_the_hub_answers(reference: str, answers_s: float) -> None:
