@@ -37,8 +37,10 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-def build_from_gguf(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
+def build_from_gguf(metadata: Mapping[str, Any], *, encodes: bool = True) -> tuple[Tokenizer, bool]:
     """Build the tokenizer of ``tokenizer.ggml.*`` metadata, and whether it prepends a space.
+
+    Without ``encodes`` it may lack merges, which take a second for 262,144 tokens.
 
     Raises ``ValueError`` if the algorithm or pre-tokenizer is unknown, or a key is missing.
     """
@@ -54,7 +56,7 @@ def build_from_gguf(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
         begins = name in BEGINS
         space = False
     elif kind == "llama":
-        tokenizer, space = _sentencepiece(fields)
+        tokenizer, space = _sentencepiece(fields, encodes=encodes)
     else:
         raise ValueError(f"{_PREFIX}model is {kind!r}; supported: 'gpt2', 'llama'")
     _add_tokens(tokenizer, fields, set(end_texts(metadata)))
@@ -106,7 +108,7 @@ def _byte_level(fields: Mapping[str, Any], name: str) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(fields: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
+def _sentencepiece(fields: Mapping[str, Any], *, encodes: bool) -> tuple[Tokenizer, bool]:
     """Build SentencePiece's BPE: the pair whose union scores highest merges first."""
     tokens = fields["tokens"]
     scores = fields.get("scores")
@@ -116,7 +118,7 @@ def _sentencepiece(fields: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     unknown = fields.get("unknown_token_id")
     model = models.BPE(
         vocabulary,
-        _merges_by_score(tokens, scores, vocabulary, fields["token_type"]),
+        _merges_by_score(tokens, scores, vocabulary, fields["token_type"]) if encodes else [],
         unk_token=tokens[unknown] if unknown is not None else None,
         fuse_unk=True,
         byte_fallback=True,

@@ -188,8 +188,10 @@ def _is_byte_level(backend: Tokenizer) -> bool:
     raise ValueError(f"decoder {described[:80]} is neither byte-level nor SentencePiece")
 
 
-def load_tokenizer(source: str | Mapping[str, Any]) -> TextTokenizer:
+def load_tokenizer(source: str | Mapping[str, Any], *, encodes: bool = True) -> TextTokenizer:
     """Build a tokenizer from the text of a `tokenizer.json`, or from a GGUF file's metadata.
+
+    Without ``encodes`` it is ready sooner, for checks and for the texts of tokens.
 
     Raises ``ValueError`` if the kind of tokenizer is not supported.
     """
@@ -205,5 +207,5 @@ def load_tokenizer(source: str | Mapping[str, Any]) -> TextTokenizer:
             backend.model.dropout = None
         strip = "Strip(" in repr(backend.decoder) or "Metaspace" in repr(backend.decoder)
         return TextTokenizer(backend, strip_first_space=strip and not _is_byte_level(backend))
-    backend, strip_first_space = build_from_gguf(source)
+    backend, strip_first_space = build_from_gguf(source, encodes=encodes)
     return TextTokenizer(backend, strip_first_space=strip_first_space)
