@@ -14,8 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from baton.model import gguf_config, hf_config, hf_tokens
+from baton.model import gguf_config, hf_config
 from baton.model.hf_config import read_json
+from baton.model.hf_tokens import TokenFiles
 from baton.model.locate import HUB_LOAD_S, is_gguf, locate
 from baton.model.model_config import ModelConfig, ModelError, refuse_numbers
 from baton.model.token_keys import GENERATION_CONFIG, refuse_gguf_keys, refuse_values
@@ -33,14 +34,8 @@ _GGUF_SAMPLING = {
 }
 # exceptions that a metadata value of the wrong type raises
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-_GENERATION = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_COMMON = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_GENERATION = {**dict(zip(_COMMON, _COMMON, strict=True)), "max_new_tokens": "max_tokens"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +133,8 @@ def _from_directory(
         refuse_values(str(folder / "generation_config.json"), generation, GENERATION_CONFIG)
     config = hf_config.read_config(folder, raw, generation, architecture)
     files = _safetensors_files(folder) if weights else ()
-    tokens = hf_tokens.TokenFiles(folder, check=check)
-    config = hf_tokens.with_end(config, tokens.tokenizer, tokens.special.get("eos_token", ""))
+    tokens = TokenFiles(folder, check=check)
+    config = tokens.with_end(config)
     if check:
         refuse_numbers(str(folder / "config.json"), config)
     return ModelArtifact(
@@ -195,7 +190,7 @@ def _safetensors_dtype(files: Iterable[Path]) -> str:
     return counts.most_common(1)[0][0] if counts else "none"
 
 
-def _templates(named: Mapping[str, str]) -> dict[str, Any]:
+def _templates(named: Mapping[str, str | None]) -> dict[str, Any]:
     """Return the fields of the chat templates, which have names."""
     template = named.get("default")
     tools = named.get("tool_use")
@@ -245,8 +240,8 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
     tokenizer = {k: v for k, v in meta.items() if k.startswith("tokenizer.")}
     if "tokenizer.ggml.tokens" not in tokenizer:
         raise ModelError(f"{path}: the tokenizer is missing (tokenizer.ggml.tokens)")
-    template = "tokenizer.chat_template"
-    templates = {"default": meta.get(template), "tool_use": meta.get(f"{template}.tool_use")}
+    key = "tokenizer.chat_template"
+    templates = {"default": meta.get(key), "tool_use": meta.get(f"{key}.tool_use")}
     return ModelArtifact(
         source=source,
         path=path,
@@ -262,7 +257,7 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
             {name: meta[key] for key, name in _GGUF_SAMPLING.items() if key in meta}
         ),
         tokenizer=tokenizer,
-        **_templates({name: text for name, text in templates.items() if text is not None}),
+        **_templates(templates),
     )
 
 

@@ -73,8 +73,7 @@ def open_gguf(path: Path) -> GgufFile:
     """Read the metadata of a GGUF file, or of all its parts, but no tensor.
 
     Raises:
-        ValueError: A file is not a complete, little-endian GGUF file of version 2 or 3, or the
-            parts are not those of one model.
+        ValueError: A file is no complete, little-endian GGUF file of version 2 or 3, or no part.
         OSError: A file cannot be opened.
     """
     paths = parts_of(path)
@@ -87,9 +86,6 @@ def open_gguf(path: Path) -> GgufFile:
     tensors = [tensor for file in files for tensor in file.tensors]
     if len({tensor.name for tensor in tensors}) != len(tensors):
         raise ValueError("two tensors have the same name")
-    total = files[0].metadata.get("split.tensors.count", len(tensors))
-    if total != len(tensors):
-        raise ValueError(f"the parts have {len(tensors)} tensors, not {total}")
     return GgufFile(files[0].metadata, tensors, paths)
 
 

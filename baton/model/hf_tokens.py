@@ -18,13 +18,7 @@ from baton.model.token_keys import TOKENIZER_CONFIG, refuse_values
 
 _SUFFIX = "_token"
 _EXTRA = ("additional_special_tokens", "extra_special_tokens")
-_FLAGS = {
-    "single_word": False,
-    "lstrip": False,
-    "rstrip": False,
-    "normalized": True,
-    "special": False,
-}
+_FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False) | {"normalized": True}
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 TEKKEN = (
@@ -34,18 +28,8 @@ TEKKEN = (
 """Words of Mistral's tokenizers since 2024."""
 
 
-class _Added(msgspec.Struct):
-    id: int
-    content: str
-
-
 class _Model(msgspec.Struct):
     vocab: dict[str, int]
-
-
-class _Tokenizer(msgspec.Struct):
-    added_tokens: list[_Added] = []
-    model: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 class TokenFiles:
@@ -71,21 +55,23 @@ class TokenFiles:
         added = config.get("added_tokens_decoder")
         if added is None:  # of versions before 2023
             config = {**config, **read_json(folder / "special_tokens_map.json")}
-            added = {str(i): {"content": text} for text, i in _old_tokens(folder).items()}
+            old = read_json(folder / "added_tokens.json").items()
+            added = {str(token_id): {"content": text} for text, token_id in old}
         if isinstance(extra := config.get("extra_special_tokens"), dict):
             config = {**config, **extra, "extra_special_tokens": []}
         texts = {name: _text(value) for name, value in config.items() if name.endswith(_SUFFIX)}
         self.special = {name: text for name, text in texts.items() if text is not None}
-        try:
-            text = (folder / "tokenizer.json").read_text(encoding="utf-8")
-            self.tokenizer = _amended(text, added, config)
-        except FileNotFoundError as error:
-            raise ModelError(
-                f"{folder}: tokenizer.json is missing (other formats are not supported)"
-            ) from error
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ModelError(f"{folder}: invalid value in the tokenizer's files ({why})") from error
+        if not (file := folder / "tokenizer.json").exists():
+            raise ModelError(f"{folder}: tokenizer.json is missing (others are not supported)")
+        self.tokenizer, ids = _amended(file.read_text(encoding="utf-8"), added, config)
+        self._end = ids.get(self.special.get("eos_token", ""), -1)
+
+    def with_end(self, config: ModelConfig) -> ModelConfig:
+        """Return the configuration with the tokenizer's end token among the end tokens."""
+        known = config.eos_token_ids
+        if self._end in known or not 0 <= self._end < config.vocab_size:
+            return config
+        return replace(config, eos_token_ids=(*known, self._end))
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -102,10 +88,6 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in given.items() if isinstance(text, str)}
 
 
-def _old_tokens(folder: Path) -> dict[str, int]:
-    return {str(text): int(i) for text, i in read_json(folder / "added_tokens.json").items()}
-
-
 def _text(value: Any) -> str | None:
     """Return the text of a token in one of its two forms; None for another value."""
     if isinstance(value, dict):
@@ -113,8 +95,10 @@ def _text(value: Any) -> str | None:
     return (value or "") if isinstance(value, str | None) else None
 
 
-def _amended(text: str, added: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return ``tokenizer.json`` with the tokens that the other files add or make special."""
+def _amended(
+    text: str, added: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[str, dict[str, int]]:
+    """Return ``tokenizer.json`` with what the other files change, and ids of tokens by text."""
     parts = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     before = msgspec.json.decode(parts.get("added_tokens", b"[]"), type=list[dict[str, Any]])
     tokens = {token["content"]: token for token in before}
@@ -136,7 +120,8 @@ def _amended(text: str, added: Mapping[str, Any], config: Mapping[str, Any]) -> 
         _number(tokens, parts.get("model", b"{}"))
         parts["added_tokens"] = msgspec.Raw(msgspec.json.encode(list(tokens.values())))
         changed = True
-    return msgspec.json.encode(parts).decode() if changed else text
+    ids = {content: token["id"] for content, token in tokens.items()}
+    return msgspec.json.encode(parts).decode() if changed else text, ids
 
 
 def _merge(
@@ -165,34 +150,7 @@ def _number(tokens: dict[str, dict[str, Any]], model: bytes | msgspec.Raw) -> No
 
 def _with_tekken(cut: dict[str, Any]) -> bytes:
     """Return the pre-tokenizer with the right words of Mistral; early files have others."""
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": TEKKEN},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+    words = {"pattern": {"Regex": TEKKEN}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", **words}
     steps = cut["pretokenizers"][1:] if cut["type"] == "Sequence" else [cut]
     return msgspec.json.encode({"type": "Sequence", "pretokenizers": [split, *steps]})
-
-
-def with_end(config: ModelConfig, tokenizer: str, end: str) -> ModelConfig:
-    """Return the configuration with the token of the text ``end`` among the end tokens.
-
-    ``tokenizer`` is the text of ``tokenizer.json``.
-    """
-    token_id = _id_of(tokenizer, end) if end else None
-    known = config.eos_token_ids
-    if token_id is None or token_id in known or not 0 <= token_id < config.vocab_size:
-        return config
-    return replace(config, eos_token_ids=(*known, token_id))
-
-
-def _id_of(tokenizer: str, text: str) -> int | None:
-    try:  # skips the vocabulary, which is nearly all of the file
-        decoded = msgspec.json.decode(tokenizer, type=_Tokenizer)
-        for added in decoded.added_tokens:
-            if added.content == text:
-                return added.id
-        return msgspec.json.decode(decoded.model, type=_Model).vocab.get(text)
-    except msgspec.DecodeError:  # reading the tokenizer reports it
-        return None

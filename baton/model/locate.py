@@ -20,7 +20,6 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module, metadata, util
 from pathlib import Path
 
@@ -90,19 +89,24 @@ def parts_of(path: Path) -> tuple[Path, ...]:
     )
 
 
-def _gguf_in(folder: Path, reference: str, quantisation: str = "") -> Path:
-    """Return the GGUF file of a folder that has no other model, or else the folder."""
-    if (folder / "config.json").exists() and not quantisation:
+def _gguf_in(folder: Path, reference: str, wanted: str = "") -> Path:
+    """Return the GGUF file of a folder that has no other model, or else the folder.
+
+    The name of a ``wanted`` file contains this text.
+    """
+    if (folder / "config.json").exists() and not wanted:
         return folder
     files = sorted((*folder.glob("*.gguf"), *folder.glob("*/*.gguf")))
     models = [path for path in files if path == parts_of(path)[0] and "mmproj" not in path.name]
-    wanted = [path for path in models if quantisation.lower() in path.name.lower()]
-    if len(wanted) == 1:
-        return wanted[0]
-    if not models and not quantisation:
+    names = {str(path.relative_to(folder)): path for path in models}
+    chosen = [path for name, path in names.items() if wanted.lower() in name.lower()]
+    if wanted in names:
+        return names[wanted]
+    if len(chosen) == 1:
+        return chosen[0]
+    if not models and not wanted:
         return folder
-    names = ", ".join(str(path.relative_to(folder)) for path in models) or "no GGUF file"
-    raise ModelError(f"{reference}: name one of its files: {names}")
+    raise ModelError(f"{reference}: name one of its files: {', '.join(names) or 'no GGUF file'}")
 
 
 def _locate_in_package(reference: str) -> tuple[Path, str | None]:
@@ -165,77 +169,41 @@ def _undamaged(assemble: Callable[[Path], object], path: Path) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class _HubModel:
-    """Model of the hub; ``file`` and ``quantisation`` choose a GGUF file of its repository."""
-
-    reference: str
-    repository: str
-    revision: str | None
-    file: str
-    quantisation: str
-
-    @classmethod
-    def of(cls, reference: str) -> "_HubModel":
-        name, _, revision = reference.removeprefix("hub:").partition("@")
-        name, _, quantisation = name.partition(":")
-        organisation, _, rest = name.partition("/")
-        repository, _, file = rest.partition("/")
-        if not organisation or not repository or (file and not file.endswith(".gguf")):
-            raise ModelError(
-                f"{reference}: a hub model is written hub:ORG/NAME, hub:ORG/NAME/FILE.gguf or "
-                "hub:ORG/NAME:Q4_K_M, each also with @REVISION"
-            )
-        return cls(reference, f"{organisation}/{repository}", revision or None, file, quantisation)
-
-    def patterns(self, *, with_weights: bool) -> list[str]:
-        if self.file:
-            return [str(path) for path in parts_of(Path(self.file))]
-        if self.quantisation:
-            cases = {self.quantisation.lower(), self.quantisation.upper()}
-            return [f"*{text}*.gguf" for text in cases]
-        return [*_HUB_PATTERNS, *([_HUB_WEIGHTS] if with_weights else [])]
-
-    def path_in(self, folder: Path) -> Path:
-        if self.file:
-            return folder / self.file
-        return _gguf_in(folder, self.reference, self.quantisation)
-
-    def is_complete(self, path: Path, *, with_weights: bool) -> bool:
-        if self.file or self.quantisation:
-            return all(part.is_file() for part in parts_of(path))
-        return _is_complete(path, with_weights=with_weights)
-
-
 def _locate_in_hub(reference: str, answers_s: float, with_weights: bool) -> tuple[Path, str | None]:
-    model = _HubModel.of(reference)
+    repository, revision, wanted = _hub_parts(reference)
     try:
         from huggingface_hub import list_repo_files, snapshot_download
     except ImportError as error:
         raise ModelError(f"{reference}: needs the package huggingface_hub") from error
+    patterns = [*_HUB_PATTERNS, *([_HUB_WEIGHTS] if with_weights else [])]
+    if wanted.endswith(".gguf"):
+        patterns = [str(path) for path in parts_of(Path(wanted))]
+    elif wanted:
+        patterns = [f"*{text}*.gguf" for text in {wanted.lower(), wanted.upper()}]
 
     def snapshot(*, local: bool) -> Path:
         folder = snapshot_download(
-            model.repository,
-            revision=model.revision,
-            allow_patterns=model.patterns(with_weights=with_weights),
-            local_files_only=local,
+            repository, revision=revision, allow_patterns=patterns, local_files_only=local
         )
         return Path(str(folder))
 
+    def model_in(folder: Path) -> Path | None:
+        path = _gguf_in(folder, reference, wanted) if wanted else folder
+        if wanted:
+            return path if all(part.is_file() for part in parts_of(path)) else None
+        return path if _is_complete(path, with_weights=with_weights) else None
+
     try:
         folder = snapshot(local=True)
-        path = model.path_in(folder)
-        if model.is_complete(path, with_weights=with_weights):
+        if (path := model_in(folder)) is not None:
             return path, folder.name
     except Exception:  # noqa: BLE001, S110 - the hub's errors have no common base; retry below
         pass
     try:
         _check_that_the_hub_answers(reference, answers_s)
         folder = snapshot(local=False)
-        path = model.path_in(folder)
-        if not model.is_complete(path, with_weights=with_weights):
-            names = list_repo_files(model.repository, revision=model.revision)
+        if (path := model_in(folder)) is None:
+            names = list_repo_files(repository, revision=revision)
             if files := [name for name in names if name.endswith(".gguf")]:
                 raise ModelError(f"{reference}: name one of its files: {', '.join(files)}")
     except ModelError:
@@ -245,7 +213,18 @@ def _locate_in_hub(reference: str, answers_s: float, with_weights: bool) -> tupl
             f"{reference}: incomplete in the Hugging Face cache, and the hub cannot be reached "
             f"({type(error).__name__}); download it to the cache, or use a directory"
         ) from error
-    return path, folder.name
+    return path or folder, folder.name
+
+
+def _hub_parts(reference: str) -> tuple[str, str | None, str]:
+    """Return repository, revision, and what the name of the GGUF file contains."""
+    name, _, revision = reference.removeprefix("hub:").partition("@")
+    name, _, quantisation = name.partition(":")
+    *repository, file = [*name.split("/", 2), ""][:3]
+    if not all(repository) or len(repository) < 2 or (file and not file.endswith(".gguf")):
+        forms = "hub:ORG/NAME, hub:ORG/NAME/FILE.gguf or hub:ORG/NAME:Q4_K_M"
+        raise ModelError(f"{reference}: a hub model is written {forms}, also with @REVISION")
+    return "/".join(repository), revision or None, file or quantisation
 
 
 def _check_that_the_hub_answers(reference: str, answers_s: float) -> None:

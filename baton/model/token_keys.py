@@ -15,7 +15,7 @@ NO_EFFECT = "no effect"
 Rule = str | tuple[Any, ...]
 """``HONOURED``, ``NO_EFFECT``, or the neutral values: the key is refused if it has another."""
 
-_OFF: Rule = (None, False, 0, 0.0, [], {})
+_OFF: Rule = (None, False, 0, [], {})
 
 
 def _rules(honoured: str, no_effect: str, refused: str, **others: Rule) -> dict[str, Rule]:
@@ -29,8 +29,7 @@ TOKENIZER_CONFIG: Mapping[str, Rule] = _rules(
     bos_token eos_token unk_token sep_token pad_token cls_token mask_token added_tokens_decoder
     additional_special_tokens extra_special_tokens fix_mistral_regex chat_template
     """,
-    # transformers takes add_bos_token and add_eos_token from tokenizer.json; vLLM, which streams
-    # texts too, does not clean up spaces
+    # transformers takes add_bos_token from tokenizer.json; vLLM does not clean up spaces either
     """
     tokenizer_class auto_map processor_class backend is_local model_max_length model_input_names
     padding_side truncation_side add_bos_token add_eos_token add_prefix_space legacy errors
@@ -42,9 +41,7 @@ TOKENIZER_CONFIG: Mapping[str, Rule] = _rules(
 """Keys of ``tokenizer_config.json``. Other names of tokens (``image_token``) are honoured."""
 
 GENERATION_CONFIG: Mapping[str, Rule] = _rules(
-    """
-    eos_token_id temperature top_k top_p min_p repetition_penalty max_new_tokens
-    """,
+    "eos_token_id temperature top_k top_p min_p repetition_penalty max_new_tokens",
     # a request says how to sample; these choose an algorithm, its speed, or what is returned
     """
     do_sample num_beams num_beam_groups num_return_sequences early_stopping length_penalty
@@ -64,35 +61,31 @@ GENERATION_CONFIG: Mapping[str, Rule] = _rules(
     constraints sequence_bias exponential_decay_length_penalty stop_strings token_healing
     watermarking_config
     """,
-    typical_p=(*_OFF, 1.0),
-    top_h=(*_OFF, 1.0),
-    guidance_scale=(*_OFF, 1.0),
+    **dict.fromkeys(("typical_p", "top_h", "guidance_scale"), (*_OFF, 1.0)),
 )
 """Keys of ``generation_config.json``."""
 
-GGUF: Mapping[str, Rule] = _rules(
+_GGUF = _rules(
     """
-    tokenizer.ggml.model tokenizer.ggml.pre tokenizer.ggml.tokens tokenizer.ggml.token_type
-    tokenizer.ggml.scores tokenizer.ggml.merges tokenizer.ggml.bos_token_id
-    tokenizer.ggml.eos_token_id tokenizer.ggml.eot_token_id tokenizer.ggml.eom_token_id
-    tokenizer.ggml.fim_pad_token_id tokenizer.ggml.fim_rep_token_id
-    tokenizer.ggml.fim_sep_token_id tokenizer.ggml.unknown_token_id tokenizer.ggml.add_bos_token
-    tokenizer.ggml.add_eos_token tokenizer.ggml.add_space_prefix tokenizer.chat_template
-    tokenizer.chat_template.tool_use general.sampling.temp general.sampling.top_k
-    general.sampling.top_p general.sampling.min_p general.sampling.penalty_repeat
+    model pre tokens token_type scores merges bos_token_id eos_token_id eot_token_id eom_token_id
+    fim_pad_token_id fim_rep_token_id fim_sep_token_id unknown_token_id add_bos_token
+    add_eos_token add_space_prefix
     """,
     # other algorithms than the two that are supported use some of these
-    """
-    tokenizer.ggml.token_type_count tokenizer.ggml.add_sep_token tokenizer.chat_templates
-    tokenizer.ggml.remove_extra_whitespaces tokenizer.ggml.precompiled_charsmap
-    tokenizer.ggml.normalizer.lowercase tokenizer.ggml.normalizer.strip_accents
-    tokenizer.huggingface.json tokenizer.rwkv.world general.sampling.sequence
-    general.sampling.penalty_last_n general.sampling.xtc_threshold general.sampling.mirostat_tau
-    general.sampling.mirostat_eta
-    """,
-    "general.sampling.xtc_probability general.sampling.mirostat tokenizer.ggml.suppress_tokens",
+    "token_type_count add_sep_token remove_extra_whitespaces precompiled_charsmap "
+    "normalizer.lowercase normalizer.strip_accents",
+    "suppress_tokens",
 )
-"""Keys of GGUF metadata that begin as these do; others of ``tokenizer.ggml`` are refused."""
+_GGUF_SAMPLING = _rules(
+    "temp top_k top_p min_p penalty_repeat",
+    "sequence penalty_last_n xtc_threshold mirostat_tau mirostat_eta",
+    "xtc_probability mirostat",
+)
+GGUF: Mapping[str, Rule] = {
+    **{f"tokenizer.ggml.{key}": rule for key, rule in _GGUF.items()},
+    **{f"general.sampling.{key}": rule for key, rule in _GGUF_SAMPLING.items()},
+}
+"""Keys of GGUF metadata, beside templates. Another ``tokenizer.ggml`` but a token is refused."""
 
 
 def refuse_values(where: str, raw: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:

@@ -160,22 +160,15 @@ def _add_tokens(tokenizer: Tokenizer, fields: Mapping[str, Any], ends: set[str])
 
     Ends of answers are control tokens, whatever their type, as in llama.cpp.
     """
-    special = {TokenType.CONTROL, TokenType.UNKNOWN}
-    typed = list(zip(fields["tokens"], fields["token_type"], strict=True))
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, t in typed
-            if t in special or token in ends
-        ]
-    )
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, special=False, normalized=False)
-            for token, t in typed
-            if t == TokenType.USER_DEFINED and token not in ends
-        ]
-    )
+    special: list[AddedToken] = []
+    shown: list[AddedToken] = []
+    for token, kind in zip(fields["tokens"], fields["token_type"], strict=True):
+        if kind in (TokenType.CONTROL, TokenType.UNKNOWN) or token in ends:
+            special.append(AddedToken(token, special=True, normalized=False))
+        elif kind == TokenType.USER_DEFINED:
+            shown.append(AddedToken(token, special=False, normalized=False))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(shown)
 
 
 def _add_ends(
@@ -189,11 +182,10 @@ def _add_ends(
         return
     if max(ends) >= len(fields["tokens"]):
         raise ValueError(f"token {max(ends)} is outside the vocabulary of {len(fields['tokens'])}")
-    texts = [fields["tokens"][token] for token in ends]
+    named = [(fields["tokens"][token], token) for token in ends]
     template = ["$A"]
     if bos is not None:
-        template.insert(0, texts[0])
+        template.insert(0, named[0][0])
     if eos is not None:
-        template.append(texts[-1])
-    named = list(zip(texts, ends, strict=True))
+        template.append(named[-1][0])
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=named)

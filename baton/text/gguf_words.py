@@ -19,20 +19,17 @@ _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
-_CASES = (
+_GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{_CONTRACTIONS}?"
     rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
-_GPT4O = rf"{_CASES}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 DIGIT = r"\p{N}"
 _ASCII_SIGN = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 _HAN = "[一-龥ࠀ-一가-퟿]+"
-_HAN_KANA = "[一-龥぀-ゟ゠-ヿ]+"
-_DEEPSEEK_WORDS = rf"{_ASCII_SIGN}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
 _DEEPSEEK3 = (
-    r"\p{N}{1,3}",
-    _HAN_KANA,
-    rf"{_DEEPSEEK_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+    rf"{_ASCII_SIGN}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
 _CASED = (  # letters with two cases, as of Unicode 11
     r"\s?["
@@ -41,9 +38,10 @@ _CASED = (  # letters with two cases, as of Unicode 11
     "\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
     "]+"
 )
+_DEEPSEEK_SIGNS = r"\s?[!-/:-~！-／：-～‘-‟　-。]+"
 _SENTENCE = " ?[^(\\s|.,!?…。，、।۔،)]+"
-_CASCADE = "|".join(rf"\s{{{2**power}}}(?!\S)" for power in range(9, 1, -1))
 
+_LLAMA3_NAMES = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
 _CUTS: dict[str, tuple[str, ...]] = {
     """
     gpt-2 phi-2 olmo jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code gigachat
@@ -52,48 +50,27 @@ _CUTS: dict[str, tuple[str, ...]] = {
     "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": (DIGIT, GPT2),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"),
-    """
-    llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe
-    chatglm-bpe glm4 glm5
-    """: (_LLAMA3,),
-    "jais-2": (
-        rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_SIGNS}|\s*[\r\n]+|{_CASCADE}|\s{{1,2}}(?!\S)|\s",
-    ),
+    _LLAMA3_NAMES: (_LLAMA3,),
+    "dbrx smaug-bpe chatglm-bpe glm4 glm5": (_LLAMA3,),
     """
     qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan solar-open grok-2 kormo f2llmv2
     """: (_QWEN2,),
     "qwen35": (_QWEN35,),
     "ufakzeka": (rf"{_WORDS}|\p{{N}}|{_TAIL}",),
-    "laguna": (r"[^\n]+|\n+", _QWEN2),
     "minicpm5": (r"\p{N}{1,3}", rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}+|{_TAIL}"),
     "seed-coder": (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",),
-    "bailingmoe bailingmoe2 llada-moe": (
-        rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}|{_SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+",
-    ),
     "tekken": (TEKKEN,),
     "gpt-4o llama4 kanana2 talkie minimax-m2": (_GPT4O,),
-    "deepseek-llm": (
-        r"[\r\n]",
-        _CASED,
-        r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
-        r"\s+$",
-        _HAN,
-        r"\p{N}+",
-    ),
+    "deepseek-llm": (r"[\r\n]", _CASED, _DEEPSEEK_SIGNS, r"\s+$", _HAN, r"\p{N}+"),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, DIGIT),
-    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": _DEEPSEEK3,
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3),
     "superbpe": (r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
     "poro-chat bloom gpt3-finnish": (_SENTENCE,),
     "viking": (_SENTENCE, DIGIT),
 }
 CUTS = {name: cuts for names, cuts in _CUTS.items() for name in names.split()}
 """Regular expressions that cut a text one after another, by ``tokenizer.ggml.pre``."""
-BEGINS = frozenset(
-    (
-        *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
-        *("jina-v5-nano", "tekken"),
-    )
-)
+BEGINS = frozenset((*_LLAMA3_NAMES.split(), "tekken"))
 """Pre-tokenizers of models that need a BOS token, also if the file has no flag."""
 WHOLE_WORD_FIRST = {*BEGINS, "glm4", "glm5", "minicpm5"}
 """Pre-tokenizers of models in which a word that is a token needs no merges."""

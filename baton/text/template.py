@@ -110,9 +110,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Return JSON with the options of transformers. Jinja's own filter escapes HTML."""
-    between = (*(separators or ()), indent if isinstance(indent, str) else "")
+    texts = [text for text in (*(separators or ()), indent) if isinstance(text, str)]
     width = indent if isinstance(indent, int) else 0
-    if max(width, *map(len, between)) > _MAX_JSON_CHARACTERS:
+    if max(width, *map(len, texts), 0) > _MAX_JSON_CHARACTERS:
         raise _BudgetError(f"tojson: more than {_MAX_JSON_CHARACTERS} characters between values")
     return json.dumps(
         value,

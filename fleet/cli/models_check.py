@@ -11,9 +11,6 @@ from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from baton.model.artifact import ModelArtifact
-    from baton.text.tokenizer import TextTokenizer
-
-_MIB = 1 << 20
 
 
 def check(
@@ -42,56 +39,46 @@ def check(
 def described_model(reference: str) -> tuple[dict[str, Any], list[str]]:
     """Return the properties of a model by name, and the reasons for which it is refused."""
     from baton.model.artifact import resolve_model
-    from baton.model.model_config import ModelError
-    from baton.text.tokenizer import load_tokenizer
+    from baton.model.model_config import GGUF_FAMILIES, HF_FAMILIES, ModelError
 
     refused: list[str] = []
-    try:
-        artifact = resolve_model(reference)
-    except ModelError as error:
-        refused.append(str(error))
+    for allowed in (False, True):
         try:
-            artifact = resolve_model(reference, allow_unsupported=True)
-        except ModelError:
-            return {"model": reference}, refused
+            artifact = resolve_model(reference, allow_unsupported=allowed)
+            break
+        except ModelError as error:
+            refused.append(str(error))
+    else:
+        return {"model": reference}, refused[:1]
+    families = {**HF_FAMILIES, **GGUF_FAMILIES}
     described = {
         "model": str(artifact.path),
-        "family": f"{artifact.config.family} ({artifact.architecture})"
-        if not refused
-        else artifact.architecture,
-        "format": artifact.format,
-        "quantisation": artifact.quantisation,
+        "family": f"{families.get(artifact.architecture, 'unknown')} ({artifact.architecture})",
+        "quantisation": f"{artifact.quantisation} ({artifact.format})",
         "context_tokens": artifact.config.max_context_tokens,
         "licence": artifact.license or "",
         "sampling_defaults": [f"{k}: {v:g}" for k, v in artifact.generation_defaults.items()],
     }
-    try:
-        tokenizer = load_tokenizer(artifact.tokenizer_source(), encodes=False)
-    except ValueError as error:
-        refused.append(f"tokenizer: {error}")
-    else:
-        described |= _tokens(artifact, tokenizer)
-    try:
-        described |= _template(artifact)
-    except ValueError as error:
-        refused.append(str(error))
-    if not refused:
-        described |= _memory(artifact)
+    for part in (_tokens, _template, *([] if refused else [_memory])):
+        try:
+            described |= part(artifact)
+        except ValueError as error:
+            refused.append(str(error))
     return described, refused
 
 
-def _tokens(artifact: "ModelArtifact", tokenizer: "TextTokenizer") -> dict[str, Any]:
+def _tokens(artifact: "ModelArtifact") -> dict[str, Any]:
+    from baton.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(artifact.tokenizer_source(), encodes=False)
     config = artifact.config
     begin = () if config.bos_token_id is None else (config.bos_token_id,)
-    beyond = tokenizer.texts_from(config.vocab_size)
-    named = {
-        name: [f"{tokenizer.token_text(token_id)} ({token_id})" for token_id in token_ids]
-        for name, token_ids in (("begin_token", begin), ("end_tokens", config.eos_token_ids))
+    beyond = len(tokenizer.texts_from(config.vocab_size))
+    named = {"begin_token": begin, "end_tokens": config.eos_token_ids}
+    return {
+        "vocabulary": f"{config.vocab_size}" + f", and {beyond} that are refused" * bool(beyond),
+        **{name: [f"{tokenizer.token_text(i)} ({i})" for i in ids] for name, ids in named.items()},
     }
-    sizes = f"{config.vocab_size}" + (
-        f", and {len(beyond)} that texts cannot use" if beyond else ""
-    )
-    return {"vocabulary": sizes, **named}
 
 
 def _template(artifact: "ModelArtifact") -> dict[str, Any]:
@@ -100,9 +87,9 @@ def _template(artifact: "ModelArtifact") -> dict[str, Any]:
 
     source = artifact.chat_template
     if not ChatTemplate(source, with_tools=artifact.tool_template).exists:
-        return {"chat_template": "none: only /v1/completions", "tools": "none"}
-    syntax = ToolSyntax.of(artifact.tool_template or source)
-    own = syntax.forms is not None and syntax.forms.lists_tools
+        return {"chat_template": "none: only /v1/completions"}
+    forms = ToolSyntax.of(artifact.tool_template or source).forms
+    own = forms is not None and forms.lists_tools
     tools = "listed by the template" if own else "listed by Baton in the system message"
     return {"chat_template": f"{len(source or '')} characters", "tools": tools}
 
@@ -113,7 +100,5 @@ def _memory(artifact: "ModelArtifact") -> dict[str, Any]:
     from fleet.cli.memory_estimate import plan_capacity
 
     plan = plan_capacity(artifact.config, CapacityOptions(), 0)
-    return {
-        "memory": f"{plan.need.total / _MIB:,.0f} MiB in bf16, and "
-        f"{plan.kv_bytes_per_token / 1024:,.1f} KiB of KV per token",
-    }
+    need = f"{plan.need.total / 2**20:,.0f} MiB in bf16"
+    return {"memory": f"{need}, and {plan.kv_bytes_per_token / 2**10:,.1f} KiB of KV per token"}

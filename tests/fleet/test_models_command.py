@@ -246,7 +246,7 @@ def test_check_shows_what_the_files_of_a_model_contain_without_torch() -> None:
     assert b" torch\n" not in done.stderr
     shown = json.loads(done.stdout)
     assert shown["family"] == "llama (llama)"
-    assert shown["quantisation"] == "Q4_1"
+    assert shown["quantisation"] == "Q4_1 (gguf)"
     assert shown["context_tokens"] == 8192
     assert shown["begin_token"] == ["<|im_start|> (1)"]
     ends = ["<|im_end|> (2)", "<|endoftext|> (0)", "<reponame> (4)"]

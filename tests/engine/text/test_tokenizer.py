@@ -7,7 +7,7 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders
 
 from baton.text.tokenizer import TextTokenizer, byte_alphabet, load_tokenizer
 from tests.soak import examples
@@ -173,6 +173,31 @@ def test_added_tokens_of_a_byte_level_tokenizer_are_shown_as_text():
     ids = [backend.token_to_id(text) for text in ("ĠĠx", "é", "  y")]
     assert [tokenizer.token_text(i) for i in ids] == ["  x", "é", "  y"]
     assert backend.decode(ids[::2]) == tokenizer.decode(ids[::2])
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [decoders.Replace("_", " "), decoders.ByteFallback()],
+        [decoders.ByteFallback(), decoders.Strip("x", 1, 0)],
+        [decoders.ByteFallback(), decoders.Replace("▁", " "), decoders.CTC()],
+        [decoders.ByteLevel(), decoders.Fuse()],
+    ],
+    ids=str,
+)
+def test_a_step_of_a_decoder_that_would_change_texts_is_refused(steps):
+    backend = load_tokenizer(sentencepiece()).backend
+    backend.decoder = decoders.Sequence(steps)
+    with pytest.raises(ValueError, match="of the decoder is not supported"):
+        load_tokenizer(backend.to_str())
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_the_first_space_of_a_metaspace_decoder_is_that_of_the_backend(scheme):
+    backend = load_tokenizer(sentencepiece(add_space_prefix=False)).backend
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    ids = [backend.token_to_id(piece) for piece in ("▁hello", "▁w", "o")]
+    assert load_tokenizer(backend.to_str()).decode(ids) == backend.decode(ids)
 
 
 def test_settings_of_training_do_not_change_prompts():
