@@ -1,4 +1,4 @@
-"""Keys of tokenizer files: one table per file says which are honoured, ignored or refused.
+"""Keys of tokenizer files: one table per file, of honoured, ignored and refused keys.
 
 Only keys that change a text, an id or an end of an answer matter here. ``hf_tokens.py`` and
 ``gguf_tokens.py`` read the honoured ones. Keys of ``tokenizer.json`` are those of the package
