@@ -220,5 +220,8 @@ def load_tokenizer(source: str | Mapping[str, Any], *, encodes: bool = True) -> 
         steps = _decoder_steps(backend)
         never = steps.get("Metaspace", {}).get("prepend_scheme", "never") == "never"
         return TextTokenizer(backend, strip_first_space="Strip" in steps or not never)
-    backend, strip_first_space = build_from_gguf(source, encodes=encodes)
+    try:
+        backend, strip_first_space = build_from_gguf(source, encodes=encodes)
+    except (AttributeError, LookupError, OverflowError, TypeError) as error:
+        raise ValueError(f"invalid value of tokenizer.ggml ({error})") from error
     return TextTokenizer(backend, strip_first_space=strip_first_space)

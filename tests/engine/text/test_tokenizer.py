@@ -223,6 +223,16 @@ def test_what_is_not_known_is_refused_by_name():
         load_tokenizer(json.dumps(word_piece))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"pre": []}, {"tokens": 5}, {"token_type": None}, {"merges": [1]}, {"bos_token_id": "x"}],
+    ids=str,
+)
+def test_metadata_of_the_wrong_type_is_refused(changes):
+    with pytest.raises(ValueError, match="invalid value of tokenizer.ggml"):
+        load_tokenizer(small("gpt-2", **{"add_bos_token": True, **changes}))
+
+
 def _word_piece() -> str:
     from tokenizers import decoders, models
 
