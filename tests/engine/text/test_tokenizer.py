@@ -225,12 +225,12 @@ def test_what_is_not_known_is_refused_by_name():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"pre": []}, {"tokens": 5}, {"token_type": None}, {"merges": [1]}, {"bos_token_id": "x"}],
+    [{"pre": []}, {"tokens": 5}, {"token_type": None}, {"merges": [1]}, {"bos_token_id": [1]}],
     ids=str,
 )
 def test_metadata_of_the_wrong_type_is_refused(changes):
-    with pytest.raises(ValueError, match="invalid value of tokenizer.ggml"):
-        load_tokenizer(small("gpt-2", **{"add_bos_token": True, **changes}))
+    with pytest.raises(ValueError, match=r"invalid value of tokenizer\.ggml"):
+        load_tokenizer(small(**{"pre": "gpt-2", "add_bos_token": True, **changes}))
 
 
 def _word_piece() -> str:
