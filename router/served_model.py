@@ -63,10 +63,11 @@ class ServedModel:
         self.tokenizer: TextTokenizer = load_tokenizer(artifact.tokenizer_source())
         self.vocab_size = artifact.config.vocab_size
         source = chat_template or artifact.chat_template
-        self.tool_syntax = ToolSyntax.of(source, self.tokenizer)
+        with_tools = None if chat_template else artifact.tool_template
+        self.tool_syntax = ToolSyntax.of(with_tools or source, self.tokenizer)
         self.reasoning = ReasoningSyntax.of(source, self.tokenizer)
         special = special_tokens_of(artifact, self.tokenizer.token_text)
-        self.template = ChatTemplate(source, special)
+        self.template = ChatTemplate(source, special, with_tools)
         self._alternates = self.template.requires_alternation()
         self._warn_of_unknown_ids()
 

@@ -8,16 +8,18 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from baton.model import gguf_config, hf_config, hf_tokens
+from baton.model import gguf_config, hf_config
 from baton.model.hf_config import read_json
-from baton.model.locate import HUB_LOAD_S, locate
+from baton.model.hf_tokens import TokenFiles
+from baton.model.locate import HUB_LOAD_S, is_gguf, locate
 from baton.model.model_config import ModelConfig, ModelError, refuse_numbers
+from baton.model.token_keys import GENERATION_CONFIG, refuse_gguf_keys, refuse_values
 
 __all__ = ["ModelArtifact", "ModelConfig", "ModelError", "TokenizerSource", "resolve_model"]
 
@@ -32,7 +34,8 @@ _GGUF_SAMPLING = {
 }
 # exceptions that a metadata value of the wrong type raises
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-_GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_COMMON = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_GENERATION = {**dict(zip(_COMMON, _COMMON, strict=True)), "max_new_tokens": "max_tokens"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +44,13 @@ class ModelArtifact:
 
     Attributes:
         source: Reference as the user wrote it.
-        path: GGUF file, or directory of the safetensors files.
+        path: GGUF file (any part of a split one), or directory of the safetensors files.
         architecture: Name in the artifact (``llama``, ``LlamaForCausalLM``).
         revision: Hub commit, or version of the package; ``None`` for plain files.
         quantisation: Format of most weights (``Q4_1``, ``BF16``).
-        template_digest: 16 bytes over the chat template; empty without one.
+        chat_template: Jinja text; None without one.
+        tool_template: Jinja text for requests with tools, if the model has one.
+        template_digest: 16 bytes over the chat templates; empty without one.
         tokenizer: Text of ``tokenizer.json``, or ``tokenizer.*`` metadata of a GGUF file.
         special_tokens: Text by name (``bos_token``) that the tokenizer's own files give; empty if
             the model has none of this name.
@@ -65,6 +70,7 @@ class ModelArtifact:
     template_digest: bytes
     generation_defaults: dict[str, float | int]
     tokenizer: TokenizerSource = field(repr=False, compare=False)
+    tool_template: str | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -95,7 +101,7 @@ def resolve_model(
         HubSilentError: The hub is needed, and has not answered in time.
     """
     path, revision = locate(reference, hub_answers_s=hub_answers_s, with_weights=with_weights)
-    if not path.is_dir() and path.suffix != ".gguf":
+    if not path.is_dir() and not is_gguf(path):
         raise ModelError(
             f"{path}: not a model; a .gguf file or a directory with config.json is needed"
         )
@@ -124,17 +130,13 @@ def _from_directory(
     architecture = str((raw.get("architectures") or [raw.get("model_type", "unknown")])[0])
     if check:
         hf_config.refuse_unsupported(folder, architecture, raw)
+        refuse_values(str(folder / "generation_config.json"), generation, GENERATION_CONFIG)
     config = hf_config.read_config(folder, raw, generation, architecture)
     files = _safetensors_files(folder) if weights else ()
-    tokenizer_file = folder / "tokenizer.json"
-    if not tokenizer_file.exists():
-        raise ModelError(f"{folder}: tokenizer.json is missing (other formats are not supported)")
-    tokenizer = tokenizer_file.read_text(encoding="utf-8")
-    special = hf_tokens.special_tokens(folder)
-    config = hf_tokens.with_end(config, tokenizer, special.get("eos_token", ""))
+    tokens = TokenFiles(folder, check=check)
+    config = tokens.with_end(config)
     if check:
         refuse_numbers(str(folder / "config.json"), config)
-    template = _hf_template(folder)
     return ModelArtifact(
         source=source,
         path=folder,
@@ -145,14 +147,13 @@ def _from_directory(
         license=_license_of_card(folder / "README.md"),
         quantisation=_safetensors_dtype(files),
         config=config,
-        chat_template=template,
-        tokenizer_digest=_digest(tokenizer),
-        template_digest=_digest(template) if template is not None else b"",
+        tokenizer_digest=_digest(tokens.tokenizer),
         generation_defaults=_numbers(
-            {key: generation[key] for key in _GENERATION_KEYS if generation.get(key)}
+            {name: generation[key] for key, name in _GENERATION.items() if generation.get(key)}
         ),
-        tokenizer=tokenizer,
-        special_tokens=special,
+        tokenizer=tokens.tokenizer,
+        special_tokens=tokens.special,
+        **_templates(tokens.templates),
     )
 
 
@@ -189,14 +190,15 @@ def _safetensors_dtype(files: Iterable[Path]) -> str:
     return counts.most_common(1)[0][0] if counts else "none"
 
 
-def _hf_template(folder: Path) -> str | None:
-    if (file := folder / "chat_template.jinja").exists():
-        return file.read_text(encoding="utf-8")
-    template = read_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # several named templates; "default" is the one for chat
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _templates(named: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return the fields of the chat templates, which have names."""
+    template = named.get("default")
+    tools = named.get("tool_use")
+    return {
+        "chat_template": template,
+        "tool_template": tools,
+        "template_digest": b"" if template is None else _digest(template + (tools or "")),
+    }
 
 
 def _license_of_card(card: Path) -> str | None:
@@ -214,7 +216,7 @@ def _license_of_card(card: Path) -> str | None:
 
 
 def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) -> ModelArtifact:
-    from baton.model.gguf_file import open_gguf
+    from baton.model.gguf_file import READABLE, open_gguf
 
     try:
         reader = open_gguf(path)
@@ -224,34 +226,38 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
     shapes = {t.name: t.shape for t in reader.tensors}
     elements: Counter[str] = Counter()
     for tensor in reader.tensors:
-        elements[tensor.tensor_type.name] += tensor.n_elements
+        kind = tensor.tensor_type
+        if check and kind not in READABLE:
+            raise ModelError(f"{path}: {tensor.name} is {kind.name}, which gguf cannot dequantise")
+        elements[kind.name] += tensor.n_elements
     architecture = str(meta.get("general.architecture", "unknown"))
     if check:
         gguf_config.refuse_unsupported(path, architecture, meta)
+        refuse_gguf_keys(str(path), meta)
     config = gguf_config.read_config(path, architecture, meta, shapes)
     if check:
         refuse_numbers(str(path), config)
     tokenizer = {k: v for k, v in meta.items() if k.startswith("tokenizer.")}
     if "tokenizer.ggml.tokens" not in tokenizer:
         raise ModelError(f"{path}: the tokenizer is missing (tokenizer.ggml.tokens)")
-    template = meta.get("tokenizer.chat_template")
+    key = "tokenizer.chat_template"
+    templates = {"default": meta.get(key), "tool_use": meta.get(f"{key}.tool_use")}
     return ModelArtifact(
         source=source,
         path=path,
         format="gguf",
-        weight_files=(path,),
+        weight_files=reader.paths,
         architecture=architecture,
         revision=revision,
         license=meta.get("general.license"),
         quantisation=elements.most_common(1)[0][0] if elements else "none",
         config=config,
-        chat_template=template,
         tokenizer_digest=_digest(json.dumps(tokenizer, sort_keys=True)),
-        template_digest=_digest(template) if template is not None else b"",
         generation_defaults=_numbers(
             {name: meta[key] for key, name in _GGUF_SAMPLING.items() if key in meta}
         ),
         tokenizer=tokenizer,
+        **_templates(templates),
     )
 
 

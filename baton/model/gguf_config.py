@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from baton.model.gguf_tokens import end_tokens, token_id
 from baton.model.model_config import (
     GGUF_FAMILIES,
     ModelConfig,
@@ -20,21 +21,6 @@ _YARN = {  # llama.cpp's key -> Hugging Face's
     "yarn_beta_slow": "beta_slow",
 }
 
-_CONTROL = 3  # type of a token
-_END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-_END_TEXTS = frozenset(
-    (
-        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>"),
-        *("<end_of_turn>", "<turn|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_utterance>"),
-        *("<eos>", "</s>", "[EOS]", "[EOT]", "<EOT>", "_<EOT>", "<｜end▁of▁sentence｜>"),
-        *("<|flush|>", "<|calls|>", "<|tool_response>", "[e~["),
-        # parts of code files, at which an insertion ends
-        *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|repo_name|>", "<|fim_repo|>"),
-        *("<fim-repo>", "<reponame>", "<|file_sep|>"),
-    )
-)
-_ENDS_OF_CHANNELS = {"<|return|>", "<|call|>", "<|end|>"}
-
 _HARMLESS_ROPE = {  # options that no supported family uses, with their neutral values
     "attn_factor": (1.0,),
     "yarn_attn_factor": (1.0,),
@@ -47,8 +33,6 @@ def refuse_unsupported(path: Path, architecture: str, meta: Mapping[str, Any]) -
     """Raise ``ModelError`` if the metadata requires what the engine does not compute."""
     where = f"{path}: architecture {architecture}"
     refuse_family(where, architecture, GGUF_FAMILIES)
-    if int(meta.get("split.count", 0)) > 1:
-        raise ModelError(f"{where}: split GGUF files are not supported (merge: llama-gguf-split)")
     experts = int(meta.get(f"{architecture}.expert_count", 0))
     if experts and GGUF_FAMILIES[architecture] != "qwen3_moe":
         raise ModelError(f"{where}: mixture of experts is not supported")
@@ -107,7 +91,6 @@ def read_config(
     mixture = family == "qwen3_moe"
     gemma = family == "gemma3"
     scaling = _rope_scaling(architecture, meta)
-    bos = meta.get("tokenizer.ggml.bos_token_id")
     return ModelConfig(
         family=family,
         hidden_size=int(value("embedding_length")),
@@ -133,27 +116,9 @@ def read_config(
         normalise_experts=mixture and bool(value("expert_weights_norm", True)),
         max_context_tokens=int(value("context_length")),
         tie_word_embeddings="output.weight" not in shapes,
-        bos_token_id=None if bos is None else int(bos),
-        eos_token_ids=_ends(meta, shapes["token_embd.weight"][-1]),
+        bos_token_id=token_id(meta, "bos"),
+        eos_token_ids=end_tokens(meta, shapes["token_embd.weight"][-1]),
     )
-
-
-def _ends(meta: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return the end tokens: those with a key, then those with a known text.
-
-    Few files name the end of a turn, which is seldom the end of a text. Like llama.cpp, find it by
-    its text, whatever its type; but ``</s>`` that is no control token is HTML (Gemma).
-    """
-    named = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in _END_KEYS)
-    token_ids = dict.fromkeys(int(token) for token in named if token is not None)
-    texts = meta.get("tokenizer.ggml.tokens", ())
-    types = meta.get("tokenizer.ggml.token_type", ())
-    known = {text: i for i, text in enumerate(texts[:vocab_size]) if text in _END_TEXTS}
-    if "</s>" in known and types[known["</s>"]] != _CONTROL:
-        del known["</s>"]
-    if known.keys() >= _ENDS_OF_CHANNELS:  # behind `<|end|>` the answer continues
-        del known["<|end|>"]
-    return tuple({**token_ids, **dict.fromkeys(known.values())})
 
 
 def _gemma_27b_scale(layers: int, heads: int, hidden: int) -> float | None:

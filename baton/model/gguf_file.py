@@ -8,6 +8,8 @@ types and dequantisation still come from the package.
     key, type, value            for each key; an array has its own type and length
     name, dimensions, type, offset                                  for each tensor
     padding to `general.alignment`, then the data
+
+A split file (`NAME-00001-of-00003.gguf`) has the metadata in its first part and tensors in each.
 """
 
 import math
@@ -21,6 +23,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import _type_traits
+
+from baton.model.locate import parts_of
 
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"
@@ -29,6 +34,8 @@ _STRING = 8
 _ARRAY = 9
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
+READABLE = frozenset((GGMLQuantizationType.F32, GGMLQuantizationType.F16, *_type_traits))
+"""Types of tensors that can be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +43,11 @@ class GgufTensor:
     """Location of one tensor.
 
     Attributes:
+        path: File that has the tensor.
         shape: Dimensions as in GGUF, innermost first.
     """
 
+    path: Path
     name: str
     tensor_type: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -53,28 +62,44 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """Metadata by key, and tensors in file order."""
+    """Metadata by key, and tensors in file order, of all parts of a split file."""
 
     metadata: dict[str, Any]
     tensors: list[GgufTensor]
+    paths: tuple[Path, ...]
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Read the metadata of a GGUF file, but no tensor.
+    """Read the metadata of a GGUF file, or of all its parts, but no tensor.
 
     Raises:
-        ValueError: The file is not a complete, little-endian GGUF file of version 2 or 3.
-        OSError: The file cannot be opened.
+        ValueError: A file is no complete, little-endian GGUF file of version 2 or 3, or no part.
+        OSError: A file cannot be opened.
     """
+    paths = parts_of(path)
+    files = [_open_part(part) for part in paths]
+    counts = {int(file.metadata.get("split.count", 0)) or 1 for file in files}
+    numbers = [int(file.metadata.get("split.no", 0)) for file in files]
+    if counts != {len(paths)} or numbers != list(range(len(paths))):
+        names = f"NAME-00001-of-{max(counts):05}.gguf"
+        raise ValueError(f"parts of a split file have the names {names} …, in one folder")
+    tensors = [tensor for file in files for tensor in file.tensors]
+    if len({tensor.name for tensor in tensors}) != len(tensors):
+        raise ValueError("two tensors have the same name")
+    return GgufFile(files[0].metadata, tensors, paths)
+
+
+def _open_part(path: Path) -> GgufFile:
     buffer = np.memmap(path, mode="r")
     try:
-        return _Reader(buffer).read()
+        return _Reader(path, buffer).read()
     except (struct.error, OverflowError) as error:  # a length beyond the end of the file
         raise ValueError(f"the file ends too early: {error}") from error
 
 
 class _Reader:
-    def __init__(self, buffer: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, path: Path, buffer: npt.NDArray[np.uint8]) -> None:
+        self._path = path
         self._bytes = buffer.view(np.ndarray).data
         self._at = 0
 
@@ -93,7 +118,7 @@ class _Reader:
         begin = -(-self._at // alignment) * alignment
         located = [self._tensor(begin, *info) for info in infos]
         _refuse_overlaps(located)
-        return GgufFile(metadata, located)
+        return GgufFile(metadata, located, (self._path,))
 
     def _take(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from(f"<{form}", self._bytes, self._at)
@@ -150,6 +175,8 @@ class _Reader:
     def _tensor(
         self, begin: int, name: str, shape: tuple[int, ...], kind_id: int, offset: int
     ) -> GgufTensor:
+        if kind_id not in iter(GGMLQuantizationType):
+            raise ValueError(f"{name}: tensor type {kind_id} is not supported")
         kind = GGMLQuantizationType(kind_id)
         block, size = GGML_QUANT_SIZES[kind]
         if not shape or shape[0] % block:
@@ -157,7 +184,7 @@ class _Reader:
         count = math.prod(shape) // block * size
         if begin + offset + count > len(self._bytes):
             raise ValueError(f"{name} is truncated")
-        return GgufTensor(name, kind, shape, begin + offset, count)
+        return GgufTensor(self._path, name, kind, shape, begin + offset, count)
 
 
 def _refuse_overlaps(tensors: Iterable[GgufTensor]) -> None:
@@ -165,6 +192,3 @@ def _refuse_overlaps(tensors: Iterable[GgufTensor]) -> None:
     for (_, end, before), (begin, _, name) in pairwise(places):
         if begin < end:
             raise ValueError(f"{before} and {name} overlap")
-    names = [name for _, _, name in places]
-    if len(set(names)) != len(names):
-        raise ValueError("two tensors have the same name")

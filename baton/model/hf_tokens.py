@@ -1,5 +1,11 @@
-"""Special tokens of a Hugging Face directory, which files of its tokenizer name by their text."""
+"""Tokens and chat templates of a Hugging Face directory, as transformers reads them.
 
+``tokenizer.json`` has the vocabulary; files beside it add tokens, make tokens special, and name
+some of them by their text. ``token_keys.py`` lists the keys.
+"""
+
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,37 +13,79 @@ from typing import Any
 import msgspec
 
 from baton.model.hf_config import read_json
-from baton.model.model_config import ModelConfig
+from baton.model.model_config import ModelConfig, ModelError
+from baton.model.token_keys import TOKENIZER_CONFIG, refuse_values
 
 _SUFFIX = "_token"
-
-
-class _Added(msgspec.Struct):
-    id: int
-    content: str
+_EXTRA = ("additional_special_tokens", "extra_special_tokens")
+_FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False) | {"normalized": True}
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Words of Mistral's tokenizers since 2024."""
 
 
 class _Model(msgspec.Struct):
     vocab: dict[str, int]
 
 
-class _Tokenizer(msgspec.Struct):
-    added_tokens: list[_Added] = []
-    model: msgspec.Raw = msgspec.Raw(b"{}")
+class TokenFiles:
+    """Files of a directory that are read together.
 
+    Attributes:
+        tokenizer: Text of ``tokenizer.json`` with the changes that the other files make.
+        special: Text by name (``bos_token``); empty for ``null``.
+        templates: Chat templates by name; ``default`` and ``tool_use`` are used.
 
-def special_tokens(folder: Path) -> dict[str, str]:
-    """Return text by name (``bos_token``) as transformers does; empty for ``null``.
+    Args:
+        check: Whether values that are not supported are errors.
 
-    ``tokenizer_config.json`` takes precedence over ``special_tokens_map.json``.
+    Raises:
+        ModelError: A file cannot be read, or a value is not supported.
     """
-    special: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        for name, value in read_json(folder / file).items():
-            text = _text(value)
-            if name.endswith(_SUFFIX) and text is not None:
-                special[name] = text
-    return special
+
+    def __init__(self, folder: Path, *, check: bool) -> None:
+        config = read_json(folder / "tokenizer_config.json")
+        if check:
+            refuse_values(str(folder / "tokenizer_config.json"), config, TOKENIZER_CONFIG)
+        self.templates = _templates(folder, config)
+        added = config.get("added_tokens_decoder")
+        if added is None:  # of versions before 2023
+            config = {**config, **read_json(folder / "special_tokens_map.json")}
+            old = read_json(folder / "added_tokens.json").items()
+            added = {str(token_id): {"content": text} for text, token_id in old}
+        if isinstance(extra := config.get("extra_special_tokens"), dict):
+            config = {**config, **extra, "extra_special_tokens": []}
+        texts = {name: _text(value) for name, value in config.items() if name.endswith(_SUFFIX)}
+        self.special = {name: text for name, text in texts.items() if text is not None}
+        if not (file := folder / "tokenizer.json").exists():
+            raise ModelError(f"{folder}: tokenizer.json is missing (others are not supported)")
+        self.tokenizer, ids = _amended(file.read_text(encoding="utf-8"), added, config)
+        self._end = ids.get(self.special.get("eos_token", ""), -1)
+
+    def with_end(self, config: ModelConfig) -> ModelConfig:
+        """Return the configuration with the tokenizer's end token among the end tokens."""
+        known = config.eos_token_ids
+        if self._end in known or not 0 <= self._end < config.vocab_size:
+            return config
+        return replace(config, eos_token_ids=(*known, self._end))
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    given = config.get("chat_template")
+    if isinstance(given, list):
+        given = {entry["name"]: entry["template"] for entry in given}
+    elif not isinstance(given, dict):
+        given = {"default": given}
+    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    files["default"] = folder / "chat_template.jinja"
+    given |= {name: path.read_text("utf-8") for name, path in files.items() if path.exists()}
+    if given.get("default") is None:  # of models whose processor has the template
+        given["default"] = read_json(folder / "chat_template.json").get("chat_template")
+    return {name: text for name, text in given.items() if isinstance(text, str)}
 
 
 def _text(value: Any) -> str | None:
@@ -47,24 +95,62 @@ def _text(value: Any) -> str | None:
     return (value or "") if isinstance(value, str | None) else None
 
 
-def with_end(config: ModelConfig, tokenizer: str, end: str) -> ModelConfig:
-    """Return the configuration with the token of the text ``end`` among the end tokens.
+def _amended(
+    text: str, added: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[str, dict[str, int]]:
+    """Return ``tokenizer.json`` with what the other files change, and ids of tokens by text."""
+    parts = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    before = msgspec.json.decode(parts.get("added_tokens", b"[]"), type=list[dict[str, Any]])
+    tokens = {token["content"]: token for token in before}
+    for _, token in sorted(added.items(), key=lambda item: int(item[0])):
+        _merge(tokens, token, changes="added_tokens_decoder" in config)
+    named = [value for name, value in config.items() if name.endswith(_SUFFIX)]
+    others = next((config[name] for name in reversed(_EXTRA) if config.get(name)), ())
+    for value in (*named, *others):
+        if text_of := _text(value):
+            flags = value if isinstance(value, dict) else {}
+            _merge(tokens, {"normalized": False, **flags, "content": text_of, "special": True})
+    for text_of in filter(None, map(_text, named)):
+        tokens[text_of] = {**tokens[text_of], "special": True}
+    cut = json.loads(bytes(parts.get("pre_tokenizer", b"null")))
+    changed = config.get("fix_mistral_regex") is True and cut is not None
+    if changed:
+        parts["pre_tokenizer"] = msgspec.Raw(_with_tekken(cut))
+    if list(tokens.values()) != before:
+        _number(tokens, parts.get("model", b"{}"))
+        parts["added_tokens"] = msgspec.Raw(msgspec.json.encode(list(tokens.values())))
+        changed = True
+    ids = {content: token["id"] for content, token in tokens.items()}
+    return msgspec.json.encode(parts).decode() if changed else text, ids
 
-    ``tokenizer`` is the text of ``tokenizer.json``.
-    """
-    token_id = _id_of(tokenizer, end) if end else None
-    known = config.eos_token_ids
-    if token_id is None or token_id in known or not 0 <= token_id < config.vocab_size:
-        return config
-    return replace(config, eos_token_ids=(*known, token_id))
+
+def _merge(
+    tokens: dict[str, dict[str, Any]], token: Mapping[str, Any], *, changes: bool = False
+) -> None:
+    """Add a token, and change one that exists only if it ``changes`` it."""
+    flags = {name: token[name] for name in _FLAGS if name in token}
+    known = tokens.get(token["content"])
+    if known is None or changes:
+        base = {"id": -1, "content": token["content"], **_FLAGS} if known is None else known
+        tokens[token["content"]] = {**base, **flags}
 
 
-def _id_of(tokenizer: str, text: str) -> int | None:
-    try:  # skips the vocabulary, which is nearly all of the file
-        decoded = msgspec.json.decode(tokenizer, type=_Tokenizer)
-        for added in decoded.added_tokens:
-            if added.content == text:
-                return added.id
-        return msgspec.json.decode(decoded.model, type=_Model).vocab.get(text)
-    except msgspec.DecodeError:  # reading the tokenizer reports it
-        return None
+def _number(tokens: dict[str, dict[str, Any]], model: bytes | msgspec.Raw) -> None:
+    """Give new tokens the ids that `tokenizers` will give them."""
+    try:
+        vocabulary = msgspec.json.decode(model, type=_Model).vocab
+    except msgspec.DecodeError:  # a list of pairs
+        pairs = json.loads(bytes(model)).get("vocab", ())
+        vocabulary = {piece: i for i, (piece, _) in enumerate(pairs)}
+    for text, token in tokens.items():
+        if token["id"] < 0:
+            after = max((other["id"] for other in tokens.values()), default=-1) + 1
+            token["id"] = vocabulary.get(text, max(after, len(vocabulary)))
+
+
+def _with_tekken(cut: dict[str, Any]) -> bytes:
+    """Return the pre-tokenizer with the right words of Mistral; early files have others."""
+    words = {"pattern": {"Regex": TEKKEN}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", **words}
+    steps = cut["pretokenizers"][1:] if cut["type"] == "Sequence" else [cut]
+    return msgspec.json.encode({"type": "Sequence", "pretokenizers": [split, *steps]})

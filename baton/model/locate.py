@@ -5,6 +5,8 @@
     /models/smollm2.gguf                                   a GGUF file
     /models/SmolLM2-135M-Instruct                          a Hugging Face directory
     hub:HuggingFaceTB/SmolLM2-135M-Instruct[@revision]     the Hugging Face cache, else the hub
+    hub:bartowski/SmolLM2-135M-Instruct-GGUF:Q4_K_M        a GGUF file in a repository, by its type
+    hub:bartowski/SmolLM2-135M-Instruct-GGUF/FILE.gguf     or by its name
 
 Large models are split over several packages. Such a package has a function ``assemble(path)`` that
 joins the parts and checks the result. It is called once; the file stays in
@@ -13,6 +15,8 @@ joins the parts and checks the result. It is called once; the file stays in
 
 import contextlib
 import json
+import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable
@@ -28,6 +32,7 @@ HUB_LOAD_S = 30.0
 """Time in which the hub must answer a process that loads a model."""
 _HUB_PATTERNS = ["*.json", "*.jinja", "README.md"]
 _HUB_WEIGHTS = "*.safetensors"
+_PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 class HubSilentError(ModelError):
@@ -53,7 +58,7 @@ def locate(
     if reference.startswith("hub:"):
         return _locate_in_hub(reference, hub_answers_s, with_weights)
     try:
-        path = Path(reference).expanduser()
+        path = Path(os.path.abspath(Path(reference).expanduser()))  # noqa: PTH100 - keep links
         exists = path.exists()
     except (OSError, RuntimeError) as error:  # name too long, unknown ~user
         raise ModelError(f"{reference}: {error}") from error
@@ -62,7 +67,46 @@ def locate(
             f"{reference}: no such file or directory (a model is a .gguf file, a Hugging Face "
             "directory, hub:ORG/NAME[@REVISION], or package:PACKAGE/FILE)"
         )
-    return path.resolve(), None
+    return (_gguf_in(path, reference) if path.is_dir() else path), None
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a file is GGUF by its name or by its first bytes."""
+    if path.suffix == ".gguf" or not path.is_file():
+        return path.suffix == ".gguf"
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """Return the files of a model of which ``path`` is one, by its name."""
+    part = _PART.fullmatch(path.name)
+    if part is None:
+        return (path,)
+    numbers = range(1, int(part["count"]) + 1)
+    return tuple(
+        path.with_name(f"{part['name']}-{number:05}-of-{part['count']}.gguf") for number in numbers
+    )
+
+
+def _gguf_in(folder: Path, reference: str, wanted: str = "") -> Path:
+    """Return the GGUF file of a folder that has no other model, or else the folder.
+
+    The name of a ``wanted`` file contains this text.
+    """
+    if (folder / "config.json").exists() and not wanted:
+        return folder
+    files = sorted((*folder.glob("*.gguf"), *folder.glob("*/*.gguf")))
+    models = [path for path in files if path == parts_of(path)[0] and "mmproj" not in path.name]
+    names = {str(path.relative_to(folder)): path for path in models}
+    chosen = [path for name, path in names.items() if wanted.lower() in name.lower()]
+    if wanted in names:
+        return names[wanted]
+    if len(chosen) == 1:
+        return chosen[0]
+    if not models and not wanted:
+        return folder
+    raise ModelError(f"{reference}: name one of its files: {', '.join(names) or 'no GGUF file'}")
 
 
 def _locate_in_package(reference: str) -> tuple[Path, str | None]:
@@ -126,40 +170,61 @@ def _undamaged(assemble: Callable[[Path], object], path: Path) -> bool:
 
 
 def _locate_in_hub(reference: str, answers_s: float, with_weights: bool) -> tuple[Path, str | None]:
-    name, _, revision = reference.removeprefix("hub:").partition("@")
-    if name.count("/") != 1:
-        raise ModelError(f"{reference}: a hub model is written hub:ORG/NAME or hub:ORG/NAME@REV")
+    repository, revision, wanted = _hub_parts(reference)
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import list_repo_files, snapshot_download
     except ImportError as error:
         raise ModelError(f"{reference}: needs the package huggingface_hub") from error
+    patterns = [*_HUB_PATTERNS, *([_HUB_WEIGHTS] if with_weights else [])]
+    if wanted.endswith(".gguf"):
+        patterns = [str(path) for path in parts_of(Path(wanted))]
+    elif wanted:
+        patterns = [f"*{text}*.gguf" for text in {wanted.lower(), wanted.upper()}]
 
     def snapshot(*, local: bool) -> Path:
         folder = snapshot_download(
-            name,
-            revision=revision or None,
-            allow_patterns=[*_HUB_PATTERNS, *([_HUB_WEIGHTS] if with_weights else [])],
-            local_files_only=local,
+            repository, revision=revision, allow_patterns=patterns, local_files_only=local
         )
         return Path(str(folder))
 
+    def model_in(folder: Path) -> Path | None:
+        path = _gguf_in(folder, reference, wanted) if wanted else folder
+        if wanted:
+            return path if all(part.is_file() for part in parts_of(path)) else None
+        return path if _is_complete(path, with_weights=with_weights) else None
+
     try:
-        path = snapshot(local=True)
-        if _is_complete(path, with_weights=with_weights):
-            return path, path.name
+        folder = snapshot(local=True)
+        if (path := model_in(folder)) is not None:
+            return path, folder.name
     except Exception:  # noqa: BLE001, S110 - the hub's errors have no common base; retry below
         pass
     try:
         _check_that_the_hub_answers(reference, answers_s)
-        path = snapshot(local=False)
-    except HubSilentError:
+        folder = snapshot(local=False)
+        if (path := model_in(folder)) is None:
+            names = list_repo_files(repository, revision=revision)
+            if files := [name for name in names if name.endswith(".gguf")]:
+                raise ModelError(f"{reference}: name one of its files: {', '.join(files)}")
+    except ModelError:
         raise
     except Exception as error:
         raise ModelError(
             f"{reference}: incomplete in the Hugging Face cache, and the hub cannot be reached "
             f"({type(error).__name__}); download it to the cache, or use a directory"
         ) from error
-    return path, path.name
+    return path or folder, folder.name
+
+
+def _hub_parts(reference: str) -> tuple[str, str | None, str]:
+    """Return repository, revision, and what the name of the GGUF file contains."""
+    name, _, revision = reference.removeprefix("hub:").partition("@")
+    name, _, quantisation = name.partition(":")
+    *repository, file = [*name.split("/", 2), ""][:3]
+    if not all(repository) or len(repository) < 2 or (file and not file.endswith(".gguf")):
+        forms = "hub:ORG/NAME, hub:ORG/NAME/FILE.gguf or hub:ORG/NAME:Q4_K_M"
+        raise ModelError(f"{reference}: a hub model is written {forms}, also with @REVISION")
+    return "/".join(repository), revision or None, file or quantisation
 
 
 def _check_that_the_hub_answers(reference: str, answers_s: float) -> None:

@@ -30,6 +30,10 @@ def check_trust(artifact: ModelArtifact, rules: TrustRules) -> None:
 
 
 def _check_signature(artifact: ModelArtifact, rules: TrustRules) -> None:
+    if artifact.format == "gguf" and len(artifact.weight_files) > 1:
+        raise ModelError(
+            f"{artifact.source}: gates.verify_key checks no split files (merge: llama-gguf-split)"
+        )
     try:
         from model_signing import verifying
     except ImportError as error:

@@ -1,7 +1,7 @@
 """Construction of a `tokenizers` object from the metadata of a GGUF file.
 
 The file contains the vocabulary, the merges and two names: ``tokenizer.ggml.model`` (the algorithm)
-and ``tokenizer.ggml.pre`` (the splitting into words). The tables below define the names. Unknown
+and ``tokenizer.ggml.pre`` (the splitting into words). ``gguf_words.py`` defines the names. Unknown
 names are rejected, because a wrong split silently gives wrong ids.
 """
 
@@ -20,6 +20,9 @@ from tokenizers import (
     processors,
 )
 
+from baton.model.gguf_tokens import end_texts, token_id
+from baton.text.gguf_words import BEGINS, BY_TOKEN, CUTS, DIGIT, GPT2, NFC, WHOLE_WORD_FIRST
+
 _PREFIX = "tokenizer.ggml."
 
 
@@ -34,92 +37,78 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# Words of GPT-4 and its descendants; the tail is common, the splitting of digits differs.
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_TAIL}"
-_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_TAIL}"
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-_GPT2 = "gpt-2"
-_DIGITS = "digits, then gpt-2"
-# Meaning of `tokenizer.ggml.pre`: a regular expression, or one of the two names above.
-_CUTS: dict[str, str] = {
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "phi-2": _GPT2,
-    "olmo": _GPT2,
-    "jina-en": _GPT2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "command-r": _DIGITS,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "dbrx": _LLAMA3,
-    "smaug-bpe": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "stablelm2": _QWEN2,
-    "gpt-4o": _GPT4O,
-}
-_WHOLE_WORD_FIRST = {"llama-bpe", "llama3", "llama-v3"}  # a word in the vocabulary needs no merges
-_NFC = {"qwen2", "deepseek-r1-qwen"}
-
-
-def build_from_gguf(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
+def build_from_gguf(metadata: Mapping[str, Any], *, encodes: bool = True) -> tuple[Tokenizer, bool]:
     """Build the tokenizer of ``tokenizer.ggml.*`` metadata, and whether it prepends a space.
+
+    Without ``encodes`` it may lack merges, which take a second for 262,144 tokens.
 
     Raises ``ValueError`` if the algorithm or pre-tokenizer is unknown, or a key is missing.
     """
     fields = {key.removeprefix(_PREFIX): value for key, value in metadata.items()}
     kind = fields.get("model")
+    begins = kind == "llama"
     for needed in ("tokens", "token_type"):
         if needed not in fields:
             raise ValueError(f"the GGUF file has no {_PREFIX}{needed}")
     if kind == "gpt2":
-        tokenizer = _byte_level(fields)
+        name = _pre_tokenizer(fields)
+        tokenizer = _byte_level(fields, name)
+        begins = name in BEGINS
         space = False
     elif kind == "llama":
-        tokenizer, space = _sentencepiece(fields)
+        tokenizer, space = _sentencepiece(fields, encodes=encodes)
     else:
         raise ValueError(f"{_PREFIX}model is {kind!r}; supported: 'gpt2', 'llama'")
-    _add_tokens(tokenizer, fields)
-    _add_ends(tokenizer, fields)
+    _add_tokens(tokenizer, fields, set(end_texts(metadata)))
+    _add_ends(tokenizer, metadata, fields, begins)
     return tokenizer, space
 
 
-def _byte_level(fields: Mapping[str, Any]) -> Tokenizer:
-    name = fields.get("pre", "default")
-    if name not in _CUTS:
-        raise ValueError(f"{_PREFIX}pre is {name!r}; supported: {', '.join(sorted(_CUTS))}")
-    cut = _CUTS[name]
+def _pre_tokenizer(fields: Mapping[str, Any]) -> str:
+    """Return the name of the pre-tokenizer."""
+    name = fields.get("pre", "")
+    tokens = fields["tokens"]
+    if name in ("", "default"):
+        for (token_id, text), known in BY_TOKEN.items():
+            if token_id < len(tokens) and tokens[token_id] == text:
+                return known
+    if name == "":
+        raise ValueError(
+            f"the GGUF file has no {_PREFIX}pre, without which texts get wrong ids: convert the "
+            "model again, or set the key"
+        )
+    if name not in CUTS:
+        raise ValueError(f"{_PREFIX}pre is {name!r}; supported: {', '.join(sorted(CUTS))}")
+    return str(name)
+
+
+def _byte_level(fields: Mapping[str, Any], name: str) -> Tokenizer:
+    if "merges" not in fields:
+        raise ValueError(f"the GGUF file has no {_PREFIX}merges")
     merges = [tuple(merge.split(" ", 1)) for merge in fields["merges"]]
     vocabulary = {token: i for i, token in enumerate(fields["tokens"])}
-    model = models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORD_FIRST)
+    try:
+        model = models.BPE(vocabulary, merges, ignore_merges=name in WHOLE_WORD_FIRST)
+    except Exception as error:  # `tokenizers` raises no more specific type
+        raise ValueError(f"{_PREFIX}merges cannot be used: {error}") from error
     tokenizer = Tokenizer(model)
-    by_regex = cut in (_GPT2, _DIGITS)
-    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_regex)]
-    if cut == _DIGITS:
-        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    elif not by_regex:
-        steps.insert(0, pre_tokenizers.Split(Regex(cut), "isolated"))
+    cuts = list(CUTS[name])
+    by_regex = cuts[-1] == GPT2  # has a fast implementation
+    steps: list[Any] = [
+        pre_tokenizers.Digits(individual_digits=True)
+        if cut == DIGIT
+        else pre_tokenizers.Split(Regex(cut), "isolated")
+        for cut in cuts[: -1 if by_regex else None]
+    ]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_regex))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    if name in _NFC:
+    if name in NFC:
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
-def _sentencepiece(fields: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
+def _sentencepiece(fields: Mapping[str, Any], *, encodes: bool) -> tuple[Tokenizer, bool]:
     """Build SentencePiece's BPE: the pair whose union scores highest merges first."""
     tokens = fields["tokens"]
     scores = fields.get("scores")
@@ -129,7 +118,7 @@ def _sentencepiece(fields: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     unknown = fields.get("unknown_token_id")
     model = models.BPE(
         vocabulary,
-        _merges_by_score(tokens, scores, vocabulary, fields["token_type"]),
+        _merges_by_score(tokens, scores, vocabulary, fields["token_type"]) if encodes else [],
         unk_token=tokens[unknown] if unknown is not None else None,
         fuse_unk=True,
         byte_fallback=True,
@@ -166,39 +155,37 @@ def _merges_by_score(
     return [(left, right) for *_, left, right in found]
 
 
-def _add_tokens(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
-    """Add tokens that are matched before words are split. Control tokens are never shown."""
-    special = {TokenType.CONTROL, TokenType.UNKNOWN}
-    typed = list(zip(fields["tokens"], fields["token_type"], strict=True))
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token, t in typed if t in special]
-    )
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, special=False, normalized=False)
-            for token, t in typed
-            if t == TokenType.USER_DEFINED
-        ]
-    )
+def _add_tokens(tokenizer: Tokenizer, fields: Mapping[str, Any], ends: set[str]) -> None:
+    """Add tokens that are matched before words are split. Control tokens are never shown.
+
+    Ends of answers are control tokens, whatever their type, as in llama.cpp.
+    """
+    special: list[AddedToken] = []
+    shown: list[AddedToken] = []
+    for token, kind in zip(fields["tokens"], fields["token_type"], strict=True):
+        if kind in (TokenType.CONTROL, TokenType.UNKNOWN) or token in ends:
+            special.append(AddedToken(token, special=True, normalized=False))
+        elif kind == TokenType.USER_DEFINED:
+            shown.append(AddedToken(token, special=False, normalized=False))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(shown)
 
 
-def _add_ends(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
-    # Files of early SentencePiece models lack the flag and need a BOS token.
-    needs_bos = fields.get("add_bos_token", fields["model"] == "llama")
-    ends = {
-        "bos": fields.get("bos_token_id") if needs_bos else None,
-        "eos": fields.get("eos_token_id") if fields.get("add_eos_token", False) else None,
-    }
-    named = [
-        (fields["tokens"][token_id], token_id) for token_id in ends.values() if token_id is not None
-    ]
-    if not named:
+def _add_ends(
+    tokenizer: Tokenizer, metadata: Mapping[str, Any], fields: Mapping[str, Any], begins: bool
+) -> None:
+    """Add BOS and EOS; files without the flag need a BOS token if the model ``begins`` with one."""
+    bos = token_id(metadata, "bos") if fields.get("add_bos_token", begins) else None
+    eos = token_id(metadata, "eos") if fields.get("add_eos_token", False) else None
+    ends = [token for token in (bos, eos) if token is not None]
+    if not ends:
         return
-    bos = ends["bos"]
-    eos = ends["eos"]
+    if max(ends) >= len(fields["tokens"]):
+        raise ValueError(f"token {max(ends)} is outside the vocabulary of {len(fields['tokens'])}")
+    named = [(fields["tokens"][token], token) for token in ends]
     template = ["$A"]
     if bos is not None:
-        template.insert(0, fields["tokens"][bos])
+        template.insert(0, named[0][0])
     if eos is not None:
-        template.append(fields["tokens"][eos])
+        template.append(named[-1][0])
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=named)

@@ -12,8 +12,9 @@ from datetime import datetime
 from time import monotonic, thread_time
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError
-from jinja2.ext import loopcontrols
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -22,6 +23,7 @@ from baton.types.errors import InvalidRequestError
 
 _MAX_CHARACTERS = 16 * 1024 * 1024
 _MAX_SECONDS = 2.0
+_MAX_JSON_CHARACTERS = 64  # between two values of JSON
 
 
 class _BudgetError(TemplateError):
@@ -43,6 +45,17 @@ class _Clock:
             self._next_s = monotonic() + left_s
 
 
+class _Generation(Extension):
+    """Tag around the model's own texts, which marks them for training and outputs them."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     """Sandbox that checks the time limit at every call and lookup."""
 
@@ -50,7 +63,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        extensions = [loopcontrols, _Generation]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.clock: ContextVar[_Clock] = ContextVar("clock")
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise_exception
@@ -88,9 +102,25 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().astimezone().strftime(pattern)
 
 
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    # Jinja's own filter escapes HTML, which would change what the model reads.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON with the options of transformers. Jinja's own filter escapes HTML."""
+    texts = [text for text in (*(separators or ()), indent) if isinstance(text, str)]
+    width = indent if isinstance(indent, int) else 0
+    if max(width, *map(len, texts), 0) > _MAX_JSON_CHARACTERS:
+        raise _BudgetError(f"tojson: more than {_MAX_JSON_CHARACTERS} characters between values")
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,18 +144,28 @@ class ChatTemplate:
     Args:
         source: Jinja text, or None for a model without one.
         special_tokens: Template variables such as ``bos_token``.
+        with_tools: Jinja text for requests with tools, if the model has one.
     """
 
-    def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        source: str | None,
+        special_tokens: Mapping[str, str] | None = None,
+        with_tools: str | None = None,
+    ) -> None:
         self.source = source or ""
         self._special_tokens = dict(special_tokens or {})
         self._environment = _Environment()
-        self._template = None
-        if source is not None:
-            try:
-                self._template = self._environment.from_string(source)
-            except TemplateSyntaxError as error:
-                raise ValueError(f"the chat template does not compile: {error}") from error
+        self._template = self._compiled(source)
+        self._with_tools = self._compiled(with_tools) or self._template
+
+    def _compiled(self, source: str | None) -> Template | None:
+        try:
+            return None if source is None else self._environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"the chat template does not compile: line {error.lineno}: {error}"
+            ) from error
 
     @property
     def exists(self) -> bool:
@@ -175,7 +215,8 @@ class ChatTemplate:
             "add_generation_prompt": rendering.begin_answer,
         }
         try:
-            text = self._write(values)
+            called = any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
+            text = self._write(self._with_tools if tools or called else self._template, values)
         except (TemplateError, TypeError, ValueError, OverflowError) as error:
             raise InvalidRequestError(
                 f"the model's chat template rejected these messages: {error}", param="messages"
@@ -187,8 +228,7 @@ class ChatTemplate:
             return {**message, "role": "system"}
         return message
 
-    def _write(self, values: Mapping[str, Any]) -> str:
-        template = self._template
+    def _write(self, template: Template | None, values: Mapping[str, Any]) -> str:
         if template is None:
             raise TemplateError("there is no template")
         environment = self._environment

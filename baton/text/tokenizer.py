@@ -6,13 +6,14 @@ The `tokenizers` package is the reference, `fastokens` a faster equivalent. Ids 
 """
 
 import contextlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import fastokens
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer
 
 from baton.text.fast_encoder import REFUSALS, open_fast_encoder
 from baton.text.gguf_tokenizer import build_from_gguf
@@ -78,7 +79,7 @@ class TextTokenizer:
         self.strip_first_space = strip_first_space
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
-        self.byte_level = _is_byte_level(backend)
+        self.byte_level = "ByteLevel" in _decoder_steps(backend)
         self._bytes: dict[int, bytes] = {}
         self.shown_texts: Mapping[int, str | None] = _ShownTexts(self.shown_bytes)
         """Visible text by token id; None if the bytes are not UTF-8 without other tokens."""
@@ -205,20 +206,33 @@ def _is_text(raw: bytes) -> bool:
     return True
 
 
-def _is_byte_level(backend: Tokenizer) -> bool:
-    decoder = backend.decoder
-    if isinstance(decoder, decoders.ByteLevel):
-        return True
-    described = repr(decoder)
-    if "ByteLevel" in described:
-        return True
-    if "ByteFallback" in described or "Metaspace" in described:
-        return False
-    raise ValueError(f"decoder {described[:80]} is neither byte-level nor SentencePiece")
+_STEPS: dict[str, dict[str, Any]] = {
+    "Replace": {"pattern": {"String": _SPACE}, "content": " "},
+    "Metaspace": {"replacement": _SPACE},
+    "Strip": {"content": " ", "stop": 0},
+    "ByteFallback": {},
+    "Fuse": {},
+}
+"""Steps of SentencePiece decoders, with the settings that `TextTokenizer.spell` has."""
 
 
-def load_tokenizer(source: str | Mapping[str, Any]) -> TextTokenizer:
+def _decoder_steps(backend: Tokenizer) -> dict[str, dict[str, Any]]:
+    """Return the steps of the decoder by type; raise ``ValueError`` for unsupported ones."""
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
+    steps = decoder.get("decoders", [decoder])
+    by_type = {step["type"]: step for step in steps}
+    known = {"ByteLevel": {}} if by_type.keys() == {"ByteLevel"} else _STEPS
+    if wrong := [s for s in steps if not s.items() >= known.get(s["type"], {"": 0}).items()]:
+        raise ValueError(f"step {str(wrong[0])[:80]} of the decoder is not supported")
+    if not by_type.keys() & {"ByteLevel", "ByteFallback", "Metaspace"}:
+        raise ValueError(f"decoder {str(decoder)[:80]} is neither byte-level nor SentencePiece")
+    return by_type
+
+
+def load_tokenizer(source: str | Mapping[str, Any], *, encodes: bool = True) -> TextTokenizer:
     """Build a tokenizer from the text of a `tokenizer.json`, or from a GGUF file's metadata.
+
+    Without ``encodes`` it is ready sooner, for checks and for the texts of tokens.
 
     Raises ``ValueError`` if the kind of tokenizer is not supported.
     """
@@ -232,7 +246,11 @@ def load_tokenizer(source: str | Mapping[str, Any]) -> TextTokenizer:
         backend.no_padding()
         if getattr(backend.model, "dropout", None):
             backend.model.dropout = None
-        strip = "Strip(" in repr(backend.decoder) or "Metaspace" in repr(backend.decoder)
-        return TextTokenizer(backend, strip_first_space=strip and not _is_byte_level(backend))
-    backend, strip_first_space = build_from_gguf(source)
+        steps = _decoder_steps(backend)
+        never = steps.get("Metaspace", {}).get("prepend_scheme", "never") == "never"
+        return TextTokenizer(backend, strip_first_space="Strip" in steps or not never)
+    try:
+        backend, strip_first_space = build_from_gguf(source, encodes=encodes)
+    except (AttributeError, LookupError, OverflowError, TypeError) as error:
+        raise ValueError(f"invalid value of tokenizer.ggml ({error})") from error
     return TextTokenizer(backend, strip_first_space=strip_first_space)

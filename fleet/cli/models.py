@@ -15,6 +15,7 @@ from baton.config.golden_file import GoldenFileError, read_golden
 from baton.types.lanes import split_version
 from fleet.cli.common import fail
 from fleet.cli.models_add import add
+from fleet.cli.models_check import check
 from fleet.cli.reach import HERE, FleetAddress, ask_router
 from loadtest.commands.option_groups import with_options
 
@@ -65,6 +66,7 @@ def ls(
 
 
 models_app.command("add")(add)
+models_app.command("check")(check)
 
 
 @models_app.command("load")

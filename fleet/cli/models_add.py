@@ -19,9 +19,7 @@ from baton.config.load import ConfigError
 from baton.telemetry.progress import Progress
 from baton.types.lanes import OF_VERSION, split_version
 from fleet.cli.common import FleetOption, fail, read_fleet_file, running_fleet
-from fleet.cli.reconcile import planned, reconcile_running
 from fleet.local import state as fleet_state
-from fleet.local.checks.preflight import describe_model
 from fleet.local.state import FleetState
 
 
@@ -51,6 +49,8 @@ def add(
     A NAME that the fleet has already becomes its next version, such as NAME@2. The command runs on
     the host of `baton up`, whose fleet file it changes.
     """
+    from fleet.cli.reconcile import reconcile_running  # a second, also for other commands
+
     state = running_fleet(fleet)
     file = Path(state.config_file)
     before = file.read_text("utf-8")
@@ -160,12 +160,15 @@ def _of_file(file: Path) -> dict[str, dict[str, Any]]:
 
 def _check(state: FleetState, file: Path) -> None:
     """Refuse a file that the fleet could not follow."""
+    from fleet.cli.reconcile import planned
+    from fleet.local.checks.preflight import describe_model
+
     _, config = read_fleet_file(file, None)
     plan = planned(state, config)
     if plan.refused:
         raise FileEditError("; ".join(plan.refused))
     for lane in config.lanes:
-        if warning := describe_model(lane).warning:
+        if warning := describe_model(lane, tokenizer=True).warning:
             typer.echo(f"note: {warning}")
 
 

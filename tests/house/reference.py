@@ -21,6 +21,7 @@ from baton.telemetry.metric_names import METRICS_BY_COMPONENT, MetricSpec
 from baton.types.errors import BatonError
 from fleet.cli.main import app
 from tests.conformance import page as conformance_page
+from tests.house import models_page
 from tests.house.imports import ROOT
 from tests.router.api import parameters_page
 
@@ -105,6 +106,11 @@ def fleet_file() -> str:
     return _page(FLEET_FILE_HEAD, *_model_sections(FleetConfig, ""))
 
 
+def model_files() -> str:
+    """Return the page of families, formats and keys of models."""
+    return _page(models_page.HEAD, *models_page.sections())
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "parameters.md": parameters_page.page,
     "conformance.md": conformance_page.page,
@@ -112,6 +118,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "errors.md": errors,
     "cli.md": command_line,
     "fleet-file.md": fleet_file,
+    "model-files.md": model_files,
 }
 
 

@@ -15,8 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import _type_traits, dequantize
+from gguf.quants import dequantize
 
 from baton.engine.loading.file_lock import exclusively
 from baton.engine.loading.memory import give_back_memory
@@ -37,7 +36,6 @@ from baton.model.gguf_file import GgufTensor, open_gguf
 _CACHE_FORMAT = 3
 _CHUNK_ELEMENTS = 1 << 19  # elements dequantised at once: numpy needs about 30 bytes each
 _FACTORS = "rope_factors"
-_NATIVE = (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
 
 Reader = Callable[[slice], torch.Tensor]
 """Function that reads some rows of a weight."""
@@ -80,8 +78,9 @@ def _converters(
 ) -> dict[str, Reader]:
     """Return a reader of each converted weight. RoPE factors in the file are added to the table."""
     try:
-        stored = {tensor.name: tensor for tensor in open_gguf(artifact.path).tensors}
-        file = files.enter_context(artifact.path.open("rb", buffering=0))
+        model = open_gguf(artifact.path)
+        stored = {tensor.name: tensor for tensor in model.tensors}
+        opened = {p: files.enter_context(p.open("rb", buffering=0)) for p in model.paths}
     except (ValueError, OSError) as error:
         raise ModelError(f"{artifact.path}: cannot be read as GGUF ({error})") from error
     if ROPE_FACTORS in stored:
@@ -89,17 +88,16 @@ def _converters(
     check_table(artifact, table, stored, lambda entry: _problem(entry, stored[entry.source]))
 
     def convert(entry: WeightName, rows: slice) -> torch.Tensor:
-        weight = _dequantised(file, stored[entry.source], entry.part, rows, DTYPES[dtype])
+        tensor = stored[entry.source]
+        file = opened[tensor.path]
+        weight = _dequantised(file, tensor, entry.part, rows, DTYPES[dtype])
         return finished(entry, weight, DTYPES[dtype], artifact.config.head_dim)
 
     return {entry.name: partial(convert, entry) for entry in table}
 
 
 def _problem(entry: WeightName, tensor: GgufTensor) -> str:
-    kind = tensor.tensor_type
     shape = tuple(reversed(tensor.shape))
-    if kind not in _NATIVE and kind not in _type_traits:
-        return f"{entry.source} is {kind.name}, which gguf cannot dequantise"
     if shape != entry.shape:
         return f"{entry.source} is {list(shape)}, not {list(entry.shape)}"
     return ""

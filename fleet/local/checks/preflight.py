@@ -194,25 +194,28 @@ def engine_speed(config: FleetConfig) -> Finding:
     return _finding("speed", lambda: _speed(config))
 
 
-def describe_model(config: FleetConfig) -> ModelFinding:
+def describe_model(config: FleetConfig, *, tokenizer: bool = False) -> ModelFinding:
     """Check the fleet's model with its files, draft model and adapters, and summarise the model.
 
-    A hub that is silent is a warning: it may answer the workers, which wait longer.
+    The ``tokenizer``, too, where its second is no delay: otherwise the router reports it. A hub
+    that is silent is a warning: it may answer the workers, which wait longer.
 
     Raises:
         ValueError: One of them cannot be found or is not supported.
     """
     try:
-        return _checked_model(config)
+        return _checked_model(config, tokenizer)
     except HubSilentError as error:
         return ModelFinding("model not checked", chats=True, warning=str(error))
 
 
-def _checked_model(config: FleetConfig) -> ModelFinding:
+def _checked_model(config: FleetConfig, tokenizer: bool) -> ModelFinding:
     from baton.engine.models.split import splits_of
     from baton.model.artifact import resolve_model
     from baton.model.lora_artifact import read_adapter
     from baton.model.trust import check_trust
+    from baton.text.template import ChatTemplate
+    from baton.text.tokenizer import load_tokenizer
     from baton.text.vocabulary_match import check_same_vocabulary
 
     external = config.pools.engine.external is not None
@@ -241,6 +244,10 @@ def _checked_model(config: FleetConfig) -> ModelFinding:
         )
     if config.chat_template is not None:
         _check_template(Path(config.chat_template))
+    else:
+        ChatTemplate(artifact.chat_template, with_tools=artifact.tool_template)
+    if tokenizer:
+        load_tokenizer(artifact.tokenizer_source(), encodes=False)
     if config.gates.golden is not None:
         read_golden(config.gates.golden)
     return ModelFinding(
@@ -261,7 +268,7 @@ def _check_template(file: Path) -> None:
 
 
 def _described(config: FleetConfig) -> str:
-    model = describe_model(config)
+    model = describe_model(config, tokenizer=True)
     if model.warning:
         raise RuntimeError(model.warning)
     return model.text

@@ -267,9 +267,10 @@ class Preparer:
                 f"{asked_tokens} exceeds {room}, the tokens that the prompt leaves in "
                 f"the context of {self._model.max_context_tokens}",
             )
-        max_tokens = default if asked_tokens is None else asked_tokens
-        self._check(body, max_tokens)
         defaults = self._model.artifact.generation_defaults
+        most = min(default, max(1, int(defaults.get("max_tokens", default))))
+        max_tokens = most if asked_tokens is None else asked_tokens
+        self._check(body, max_tokens)
         top_k = _first(body.top_k, defaults.get("top_k"), 0)
         seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
         return SamplingParams(

@@ -133,6 +133,69 @@ def test_a_download_that_was_broken_off_is_gone_on_with(
     assert asked == [True, False, True]
 
 
+def test_a_gguf_file_is_found_by_a_link_and_in_a_folder(tmp_path: Path) -> None:
+    """As in the cache of the hub, whose files have the names of their digests."""
+    (tmp_path / "blobs").mkdir()
+    write_gguf(tmp_path / "blobs" / "0a1b")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "m-Q4_K_M.gguf").symlink_to("../blobs/0a1b")
+    (tmp_path / "snapshot" / "mmproj-m.gguf").symlink_to("../blobs/0a1b")
+    paths = [tmp_path / "snapshot" / "m-Q4_K_M.gguf", tmp_path / "snapshot"]
+    for path in (*paths, tmp_path / "blobs" / "0a1b"):
+        assert resolve_model(str(path)).format == "gguf"
+    (tmp_path / "snapshot" / "m-Q8_0.gguf").symlink_to("../blobs/0a1b")
+    with pytest.raises(ModelError, match=r"name one of its files: m-Q4_K_M\.gguf, m-Q8_0\.gguf$"):
+        resolve_model(str(tmp_path / "snapshot"))
+
+
+@pytest.mark.parametrize(
+    ("reference", "file", "wanted"),
+    [
+        ("hub:some/model/q8/m.gguf", "q8/m.gguf", ["q8/m.gguf"]),
+        (
+            "hub:some/model/m-00001-of-00002.gguf@main",
+            "m-00001-of-00002.gguf",
+            ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"],
+        ),
+        ("hub:some/model:Q4_K_M", "q4/m.q4_k_m.gguf", ["*Q4_K_M*.gguf", "*q4_k_m*.gguf"]),
+    ],
+)
+def test_a_gguf_file_of_a_hub_repository_is_fetched_by_its_name_or_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, file: str, wanted: list[str]
+) -> None:
+    fetched = []
+
+    def snapshot_download(
+        name: str, *, allow_patterns: list[str], local_files_only: bool, **_: object
+    ) -> str:
+        assert (name, sorted(allow_patterns)) == ("some/model", wanted)
+        if not local_files_only:
+            fetched.append(name)
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            whole = tmp_path / file.replace("-00001-of-00002", "")
+            write_gguf(whole, part_tensors=11 if "00002" in file else 0)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("baton.model.locate._check_that_the_hub_answers", lambda *_: None)
+    for _ in range(2):
+        artifact = resolve_model(reference)
+        assert artifact.path == tmp_path / file
+        assert artifact.revision == tmp_path.name
+    assert fetched == ["some/model"]
+
+
+def test_a_hub_repository_of_gguf_files_says_how_to_name_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["README.md", "m-Q4_K_M.gguf", "m-Q8_0.gguf"]
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: names)
+    monkeypatch.setattr("baton.model.locate._check_that_the_hub_answers", lambda *_: None)
+    with pytest.raises(ModelError, match=r"one of its files: m-Q4_K_M\.gguf, m-Q8_0\.gguf"):
+        resolve_model("hub:some/model")
+
+
 def test_an_index_names_only_files_beside_it(tmp_path: Path) -> None:
     write_directory(tmp_path / "model", shards=1)
     for name in ("../model/model.safetensors", str(tmp_path / "model" / "model.safetensors")):

@@ -7,6 +7,7 @@ import pytest
 from gguf import GGUFWriter
 
 from baton.model.artifact import resolve_model
+from baton.model.gguf_tokens import end_tokens, token_id
 from baton.text.template import ChatTemplate, special_tokens_of
 from tests.engine.loading.test_loading import VOCAB, write_directory, write_gguf
 
@@ -79,7 +80,9 @@ def test_templates_show_the_special_tokens_of_the_tokenizer(
         (["</s>"], 3, (2, 5)),
         (["</s>"], 4, (2,)),  # HTML in Gemma's vocabulary
         (["<|return|>", "<|call|>", "<|end|>"], 3, (2, 5, 6)),
+        (["<|calls|>", "<|flush|>", "<|end|>"], 3, (2, 5, 6)),
         (["<|end|>"], 3, (2, 5)),
+        (["[PAD]", "<REPO>"], 1, (2, 5, 6)),
         (["<|im_start|>"], 3, (2,)),
     ],
 )
@@ -94,3 +97,10 @@ def test_the_end_of_a_turn_in_a_gguf_file_is_found_by_its_text(
 
     write_gguf(tmp_path / "m.gguf", change=change)
     assert resolve_model(str(tmp_path / "m.gguf")).config.eos_token_ids == ends
+
+
+def test_a_sentencepiece_file_without_ids_has_those_of_llama_cpp() -> None:
+    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", "<s>", "e"]}
+    assert token_id(metadata, "bos") == 1
+    assert end_tokens(metadata, 3) == (2,)
+    assert token_id({**metadata, "tokenizer.ggml.model": "gpt2"}, "bos") is None

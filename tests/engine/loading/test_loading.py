@@ -19,6 +19,8 @@ from baton.engine.models import llama
 from baton.engine.models.rope import unpair_rows
 from baton.engine.numerics import same_bits
 from baton.model.artifact import ModelError, resolve_model
+from baton.model.trust import check_trust
+from baton.types.trust import TrustRules
 
 HIDDEN, LAYERS, HEADS, KV, DIM, FEED, VOCAB = 256, 2, 4, 2, 64, 512, 320
 SHAPES = {
@@ -46,10 +48,11 @@ def write_gguf(
     architecture: str = "llama",
     change: Callable[[GGUFWriter], None] = lambda _: None,
     leave_out: tuple[str, ...] = (),
+    part_tensors: int = 0,
 ) -> dict[str, np.ndarray]:
     """A tiny model; returns the raw data of its matrices."""
     rng = np.random.default_rng(0)
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     writer.add_block_count(LAYERS)
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)
@@ -168,6 +171,23 @@ def test_rows_are_the_same_with_a_cache_and_without(
             for name in whole:
                 assert same_bits(weights.pop(name), whole[name][rows(name)])
             assert not weights
+
+
+def test_a_split_file_is_read_from_any_of_its_parts(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "one.gguf", GGMLQuantizationType.Q8_0)
+    write_gguf(tmp_path / "m.gguf", GGMLQuantizationType.Q8_0, part_tensors=8)
+    whole = load_weights(resolve_model(str(tmp_path / "one.gguf")), "bf16")
+    for number in (1, 3):
+        artifact = resolve_model(str(tmp_path / f"m-0000{number}-of-00003.gguf"))
+        parts = load_weights(artifact, "bf16")
+        assert all(same_bits(parts[name], whole[name]) for name in whole)
+    with pytest.raises(ModelError, match="checks no split files"):
+        check_trust(artifact, TrustRules(verify_key="key.pem", signature="m.sig"))
+    (tmp_path / "m-00002-of-00003.gguf").rename(tmp_path / "x-00001-of-00001.gguf")
+    with pytest.raises(ModelError, match=r"No such file.*m-00002-of-00003\.gguf"):
+        resolve_model(str(tmp_path / "m-00001-of-00003.gguf"))
+    with pytest.raises(ModelError, match=r"have the names NAME-00001-of-00003\.gguf"):
+        resolve_model(str(tmp_path / "x-00001-of-00001.gguf"))
 
 
 def test_a_missing_weight_is_named_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import itertools
 import time
 
 import pytest
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from baton.text import template
 from baton.text.template import ChatTemplate, Rendering, joined_turns
@@ -37,6 +38,37 @@ def test_the_default_models_template(default_artifact):
 )
 def test_what_templates_rely_on(source, text):
     assert ChatTemplate(source, {"bos_token": "<s>"}).render(USER) == text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% generation %}{{ messages[0].content }}{% endgeneration %}!",
+        "{% set x = 1 %}\n{% generation %}\n  {% set x = 2 %}{{ x }}\n{% endgeneration %}\n{{ x }}",
+        "{% for m in messages %}{%- generation -%} {{ loop.last }} {% endgeneration %}{% endfor %}",
+        "{{ value | tojson(separators=(',', ':')) }}",
+        "{{ value | tojson(true) }}{{ value | tojson(ensure_ascii=True) }}",
+        "{{ value | tojson(indent=1, sort_keys=true) }}{{ value | tojson(indent='--') }}",
+        "{{ value | tojson(unknown=1) }}",
+    ],
+)
+def test_tags_and_filters_are_those_of_transformers(source):
+    values = {"value": {"é": ["<b>", 1], "a": None}}
+    try:
+        right = _compile_jinja_template(source).render(messages=USER, **values)
+    except TypeError:
+        with pytest.raises(InvalidRequestError, match="unexpected keyword"):
+            ChatTemplate(source).render(USER, rendering=Rendering(values=values))
+    else:
+        assert ChatTemplate(source).render(USER, rendering=Rendering(values=values)) == right
+
+
+def test_requests_with_tools_have_a_template_of_their_own():
+    template = ChatTemplate("plain", None, "{{ tools | length if tools else 'called' }}")
+    assert template.render(USER) == "plain"
+    assert template.render(USER, tools=[{}, {}]) == "2"
+    called = [*USER, {"role": "assistant", "content": "", "tool_calls": [{}]}]
+    assert template.render(called) == "called"
 
 
 def test_the_date_can_be_asked_for():
@@ -73,6 +105,8 @@ def test_a_broken_template_is_found_at_start():
         "{{ messages[0]['content'] + 5 }}",
         "{{ 'x' * 10000000000 }}",
         "{{ 9 ** 9 ** 9 }}",
+        "{{ messages | tojson(indent=999999999) }}",
+        "{{ messages | tojson(separators=(' ', '-' * 65)) }}",
         "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
     ],
 )

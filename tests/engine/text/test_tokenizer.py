@@ -7,7 +7,7 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders
 
 from baton.text.tokenizer import TextTokenizer, byte_alphabet, load_tokenizer
 from tests.soak import examples
@@ -175,6 +175,31 @@ def test_added_tokens_of_a_byte_level_tokenizer_are_shown_as_text():
     assert backend.decode(ids[::2]) == tokenizer.decode(ids[::2])
 
 
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [decoders.Replace("_", " "), decoders.ByteFallback()],
+        [decoders.ByteFallback(), decoders.Strip("x", 1, 0)],
+        [decoders.ByteFallback(), decoders.Replace("▁", " "), decoders.CTC()],
+        [decoders.ByteLevel(), decoders.Fuse()],
+    ],
+    ids=str,
+)
+def test_a_step_of_a_decoder_that_would_change_texts_is_refused(steps):
+    backend = load_tokenizer(sentencepiece()).backend
+    backend.decoder = decoders.Sequence(steps)
+    with pytest.raises(ValueError, match="of the decoder is not supported"):
+        load_tokenizer(backend.to_str())
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_the_first_space_of_a_metaspace_decoder_is_that_of_the_backend(scheme):
+    backend = load_tokenizer(sentencepiece(add_space_prefix=False)).backend
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    ids = [backend.token_to_id(piece) for piece in ("▁hello", "▁w", "o")]
+    assert load_tokenizer(backend.to_str()).decode(ids) == backend.decode(ids)
+
+
 def test_settings_of_training_do_not_change_prompts():
     backend = load_tokenizer(small("gpt-2")).backend
     right = backend.encode("1234 5678").ids
@@ -187,8 +212,8 @@ def test_settings_of_training_do_not_change_prompts():
 
 
 def test_what_is_not_known_is_refused_by_name():
-    with pytest.raises(ValueError, match="viking"):
-        load_tokenizer(small("viking"))
+    with pytest.raises(ValueError, match="kimi-k2"):
+        load_tokenizer(small("kimi-k2"))
     with pytest.raises(ValueError, match="'bert'"):
         load_tokenizer({**small("gpt-2"), "tokenizer.ggml.model": "bert"})
     with pytest.raises(ValueError, match="token_type"):
@@ -196,6 +221,16 @@ def test_what_is_not_known_is_refused_by_name():
     word_piece = json.loads(Tokenizer.from_str(_word_piece()).to_str())
     with pytest.raises(ValueError, match="WordPiece"):
         load_tokenizer(json.dumps(word_piece))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"pre": []}, {"tokens": 5}, {"token_type": None}, {"merges": [1]}, {"bos_token_id": [1]}],
+    ids=str,
+)
+def test_metadata_of_the_wrong_type_is_refused(changes):
+    with pytest.raises(ValueError, match=r"invalid value of tokenizer\.ggml"):
+        load_tokenizer(small(**{"pre": "gpt-2", "add_bos_token": True, **changes}))
 
 
 def _word_piece() -> str:

@@ -1,11 +1,13 @@
 """The answers of chat and completions, as the official client and as bytes."""
 
 import asyncio
+from dataclasses import replace
 
 import openai
 import pytest
 
 from baton.wire.tokens import unpack_tokens
+from router.served_model import ServedModel
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script, answer_token
 
@@ -293,6 +295,29 @@ async def test_defaults_are_openais(make_fleet):
     assert first.sampling.temperature == first.sampling.top_p == 1.0
     assert first.sampling.logprobs == -1
     assert first.sampling.seed != second.sampling.seed
+
+
+WITH_TOOLS = (
+    "{% for t in tools or [] %}{{ t.function.parameters | tojson }}{% endfor %}"
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}</tool_call>{% endfor %}{% endfor %}"
+)
+
+
+async def test_a_model_may_have_a_default_length_and_a_template_for_tools(make_fleet, model):
+    templates = {"chat_template": "plain", "tool_template": WITH_TOOLS}
+    artifact = replace(model.artifact, generation_defaults={"max_tokens": 7}, **templates)
+    served = ServedModel(artifact, model.names)
+    fleet = await make_fleet({"decode-0": Script(answer=[1000, 1001], stop_token=2)}, served)
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    await fleet.complete("hi")
+    await fleet.chat(max_tokens=None)
+    assert (await fleet.chat(max_tokens=9, tools=[tool])).status_code == 200
+    sent = fleet.workers["decode-0"].submissions
+    assert [one.sampling.max_tokens for one in sent] == [7, 7, 9]
+    prompts = [served.tokenizer.decode(unpack_tokens(one.prompt_tokens)) for one in sent[1:]]
+    assert prompts == ["plain", '{"type": "object"}hi']
 
 
 async def test_tenant_and_salt_separate_caches(fleet):

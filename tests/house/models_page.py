@@ -1,0 +1,65 @@
+"""Generates ``docs/reference/model-files.md``; ``tests/house/reference.py`` writes it."""
+
+from collections.abc import Iterable, Mapping
+
+from baton.model.gguf_file import READABLE
+from baton.model.model_config import GGUF_FAMILIES, HF_FAMILIES, ROPE_TYPES
+from baton.model.token_keys import (
+    GENERATION_CONFIG,
+    GGUF,
+    HONOURED,
+    NO_EFFECT,
+    TOKENIZER_CONFIG,
+    Rule,
+)
+from baton.text.gguf_words import CUTS
+
+HEAD = """\
+# Model files
+
+Families, formats and keys that Baton reads. `baton models check MODEL` shows what a model has and
+what would be refused. [Configuration](../guide/configuration.md#models) describes the references.
+"""
+_TABLES = {
+    "tokenizer_config.json": TOKENIZER_CONFIG,
+    "generation_config.json": GENERATION_CONFIG,
+    "GGUF metadata": GGUF,
+}
+
+
+def sections() -> list[str]:
+    """Return the sections of the page."""
+    families = [(names[0], *map(_names, names[1:])) for names in _families()]
+    rows = ["| family | Hugging Face | GGUF |", "|---|---|---|"]
+    rows += [f"| {' | '.join(row)} |" for row in families]
+    found = ["## Families\n", *rows, ""]
+    found += [f"RoPE scaling: {_names(ROPE_TYPES)}.\n", "## GGUF\n"]
+    found += [f"Types of tensors: {_names(sorted(kind.name for kind in READABLE))}.\n"]
+    found += [f"Pre-tokenizers (`tokenizer.ggml.pre`): {_names(sorted(CUTS))}.\n"]
+    for title, rules in _TABLES.items():
+        found += [f"## Keys of {title}\n", *_keys(rules), ""]
+    return found
+
+
+def _families() -> list[tuple[str, list[str], list[str]]]:
+    both = (HF_FAMILIES, GGUF_FAMILIES)
+    names = dict.fromkeys(family for table in both for family in table.values())
+    return [
+        (name, *([key for key, family in table.items() if family == name] for table in both))
+        for name in names
+    ]
+
+
+def _keys(rules: Mapping[str, Rule]) -> list[str]:
+    kinds = {"honoured": HONOURED, "no effect": NO_EFFECT}
+    rows = [
+        f"| {title} | {_names([key for key, rule in rules.items() if rule == kind])} |"
+        for title, kind in kinds.items()
+    ]
+    refused = [key for key, rule in rules.items() if isinstance(rule, tuple)]
+    rows.append(f"| refused, unless off | {_names(refused)} |")
+    return ["| effect | keys |", "|---|---|", *rows]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "–"
