@@ -13,7 +13,12 @@ from pydantic import (
 )
 
 from baton.config.batch import BatchConfig
-from baton.config.network import HttpsConfig, plain_text_problem, require_absolute
+from baton.config.network import (
+    HttpsConfig,
+    MonitoringConfig,
+    plain_text_problem,
+    require_absolute,
+)
 from baton.config.section import Section
 
 ANY_ORIGIN = "*"
@@ -54,7 +59,8 @@ class ApiKeyConfig(Section):
 
     Attributes:
         role: An ``operator`` can also use ``/metrics``, ``/fleet`` and every tenant's requests.
-            ``user`` is an older name of ``tenant``.
+            ``metrics`` reads ``/metrics`` and nothing else. ``user`` is an older name of
+            ``tenant``.
         adapters: Adapters of the key. ``own`` lets it load and unload LoRA adapters from the
             tenant's folder below ``adapters.folder``, which only its tenant can use.
         min_priority: Lowest (most urgent) ``priority`` that its requests may set.
@@ -63,7 +69,7 @@ class ApiKeyConfig(Section):
     """
 
     tenant: Tenant = "default"  # owner of the requests, for fairness and caches
-    role: Literal["tenant", "operator"] = "tenant"
+    role: Literal["tenant", "operator", "metrics"] = "tenant"
     adapters: Literal["shared", "own"] = "shared"
     min_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     log_text: bool = False
@@ -133,6 +139,7 @@ class ClientLimitsConfig(Section):
     remove_rotating_texts: bool = True
     stored_responses: StoredResponsesConfig = StoredResponsesConfig()
     tls: HttpsConfig | None = None
+    monitoring: MonitoringConfig | None = None  # a port for /metrics and health, without a key
     insecure: bool = False
     api_keys_file: KeysFile | None = None
 

@@ -121,6 +121,14 @@ class FleetConfig(Section):
             raise ValueError(problem)
         return value
 
+    @field_validator("port")
+    @classmethod
+    def _monitoring_has_its_own_port(cls, value: int, info: ValidationInfo) -> int:
+        clients = info.data.get("clients")
+        if clients is not None and clients.monitoring and clients.monitoring.port == value:
+            raise ValueError(f"is clients.monitoring.port too ({value}): choose another one")
+        return value
+
     @field_validator("api_keys")
     @classmethod
     def _require_long_keys(

@@ -230,7 +230,10 @@ def test_an_api_key_never_shows(tmp_path: Path) -> None:
     ("entry", "said"),
     [
         ("a b", "fleet.yaml:2: api_keys.…"),
-        ("{role: boss}", "fleet.yaml:2: api_keys.….role = 'boss': must be 'tenant' or 'operator'"),
+        (
+            "{role: boss}",
+            "fleet.yaml:2: api_keys.….role = 'boss': must be 'tenant', 'operator' or 'metrics'",
+        ),
         ("{min_priority: x}", "api_keys.….min_priority = 'x': must be a valid integer"),
         ("{rol: operator}", "api_keys.….rol: unknown key; did you mean `role`?"),
         ("5", "api_keys.…"),

@@ -1,7 +1,8 @@
 """Endpoints for operators: health, metrics, workers, request reports.
 
-If the fleet has API keys, health and version need no key. Metrics, load and workers need an
-operator's key. Request reports are available to their tenant and to operators.
+If the fleet has API keys, health and version need no key. Metrics need a key with the role
+``metrics`` or ``operator``, load and workers an operator's key. Request reports are available to
+their tenant and to operators.
 
 ``/health``, ``/ping``, ``/version`` and ``/load`` are compatible with vLLM.
 """
@@ -90,7 +91,7 @@ def _add_fleet(api: Endpoints, router: Process) -> None:
     @api.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Return metrics in Prometheus' text format."""
-        router.access.check_operator(request.headers)
+        router.access.check_scrape(request.headers)
         _set_gauges(router)
         tenant_gauges.update(router.metrics, router.quotas.quotas, router.access)
         return Response(router.metrics.render(), media_type=router.metrics.content_type)
