@@ -70,7 +70,9 @@ class Process:
         self.access = AccessControl(api_keys, core.fleet_token, core.policies)
         self.sources = sources
         self.audit = sources.audit if sources is not None else None
-        self.metrics = metrics = Metrics("router", model=model.names[0])
+        self.metrics = metrics = Metrics(
+            "router", model=model.names[0], context_tokens=model.max_context_tokens
+        )
         metrics.set("baton_worker_price_per_hour", first.price_per_hour)
         self.observer = Observer(metrics)
         count_failure = self.observer.task_failed

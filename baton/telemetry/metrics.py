@@ -12,7 +12,6 @@ import contextlib
 import ssl
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 
 from prometheus_client import (
     CollectorRegistry,
@@ -26,9 +25,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from baton.addresses import join_address
-from baton.telemetry.histograms import Histogram
+from baton.telemetry.histograms import Histogram, add_up
 from baton.telemetry.metric_names import DEPRECATED_NAMES, METRICS_BY_COMPONENT, MetricSpec
 from baton.telemetry.version import version
+from baton.telemetry.vllm_names import VLLM_SERIES, VllmSeries, finer_bounds
 
 MAX_LABEL_SETS = 256  # per metric; further label values are counted as "other"
 _OTHER = "other"
@@ -43,17 +43,17 @@ class Metrics:
 
     A name that is not declared raises ``KeyError``, and labels that differ from the declaration
     raise ``ValueError``: both are programming errors. ``model`` is the served model name, for the
-    label of the ``vllm:*`` aliases.
+    label of the ``vllm:*`` series. Their buckets of tokens end at ``context_tokens``.
     """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, component: str, *, model: str = "") -> None:
+    def __init__(self, component: str, *, model: str = "", context_tokens: int = 1_000_000) -> None:
         self.component = component
         self._registry = CollectorRegistry(auto_describe=False)
         self._specs = METRICS_BY_COMPONENT[component]
         self._instruments = {
-            name: _instrument(name, spec, self._registry)
+            name: _instrument(name, spec, self._registry, finer_bounds(component, name))
             for name, spec in self._specs.items()
             if name not in DEPRECATED_NAMES
         }
@@ -61,6 +61,7 @@ class Metrics:
         self._found: dict[tuple[object, ...], _Instrument] = {}  # children, by call signature
         self._label_sets: dict[str, int] = {}
         self._model = model
+        self._context_tokens = context_tokens
         for name, spec in self._specs.items():
             for value in spec.from_start:
                 self._child(name, {spec.labels[0]: value})
@@ -125,18 +126,55 @@ class Metrics:
         """Return the page in Prometheus' text format."""
         for show in self.before_page:
             show()
-        page = generate_latest(_Page(self._instruments, self._specs, self._model))
-        return page + generate_latest(self._process)
+        return generate_latest(_Page(self._families)) + generate_latest(self._process)
 
     @property
     def together(self) -> dict[str, str]:
-        """Rule to combine the gauges of several routers, by name and alias."""
-        gauges = ((name, spec) for name, spec in self._specs.items() if spec.kind == "gauge")
-        return {
-            alias: spec.together
-            for name, spec in gauges
-            for alias in (name, *([f"vllm:{spec.vllm}"] if spec.vllm else []))
+        """Rule to combine the gauges of several routers, by name and name of vLLM."""
+        own: dict[str, str] = {
+            name: spec.together for name, spec in self._specs.items() if spec.kind == "gauge"
         }
+        alike = VLLM_SERIES[self.component]
+        return own | {series.full_name: own[series.of] for series in alike if series.of in own}
+
+    def _families(self) -> Iterable[Metric]:
+        """Yield all families: own names with deprecated ones, then those of vLLM.
+
+        Without the ``_created`` series, which double the page and are unused.
+        """
+        own: dict[str, Metric] = {}
+        for name, instrument in self._instruments.items():
+            [family] = instrument.collect()
+            family.samples = [
+                sample for sample in family.samples if not sample.name.endswith("_created")
+            ]
+            own[name] = family
+            yield family
+            if name in _OLD_NAMES:
+                old = _OLD_NAMES[name]
+                yield _renamed(family, old, self._specs[old].help)
+        for series in VLLM_SERIES[self.component]:
+            yield self._vllm_family(series, own[series.of])
+
+    def _vllm_family(self, series: VllmSeries, own: Metric) -> Metric:
+        added = {"engine": "0", "model_name": self._model, **series.fixed}
+
+        def group(labels: Mapping[str, str]) -> Mapping[str, str] | None:
+            grouped = series.group_of(labels)
+            return None if grouped is None else {**added, **grouped}
+
+        instrument = self._instruments[series.of]
+        start = [{**added, **labels} for labels in series.groups]
+        name = series.full_name
+        text = self._specs[series.of].help
+        if isinstance(instrument, Histogram):
+            bounds = [
+                bound
+                for bound in series.buckets
+                if not series.is_capped or bound <= self._context_tokens
+            ]
+            return instrument.family(name, text, bounds, group, start)
+        return add_up(own, name, group, start, inverted=series.inverted)
 
     def _child(self, name: str, labels: Mapping[str, str]) -> _Instrument:
         found = self._found.get((name, *labels.items()))
@@ -164,58 +202,32 @@ class Metrics:
 
 
 class _Page(Collector):
-    """All exported families: own names, deprecated names, then ``vllm:*`` aliases."""
+    """Families of a page."""
 
-    def __init__(
-        self, instruments: Mapping[str, _Instrument], specs: Mapping[str, MetricSpec], model: str
-    ) -> None:
-        self._instruments = instruments
-        self._specs = specs
-        self._model = model
+    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
+        self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        """Yield families without the ``_created`` series, which double the page and are unused."""
-        for name, instrument in self._instruments.items():
-            for family in instrument.collect():
-                family.samples = [
-                    sample for sample in family.samples if not sample.name.endswith("_created")
-                ]
-                yield family
-                spec = self._specs[name]
-                if name in _OLD_NAMES:
-                    old = _OLD_NAMES[name]
-                    yield _renamed(family, old, self._specs[old].help)
-                model = {"model_name": self._model}
-                if spec.vllm is not None:
-                    yield _renamed(family, f"vllm:{spec.vllm}", spec.help, model)
-                for value, alias in spec.vllm_by_label:
-                    only = {spec.labels[0]: value}
-                    yield _renamed(family, f"vllm:{alias}", spec.help, model, only)
+        """Yield the families of the page in order."""
+        return self._families()
 
 
-def _renamed(
-    family: Metric,
-    name: str,
-    text: str,
-    added: Mapping[str, str] = MappingProxyType({}),
-    only: Mapping[str, str] = MappingProxyType({}),
-) -> Metric:
+def _renamed(family: Metric, name: str, text: str) -> Metric:
     renamed = Metric(name, text, family.type)
     for sample in family.samples:
-        if any(sample.labels[label] != value for label, value in only.items()):
-            continue
-        kept = {label: value for label, value in sample.labels.items() if label not in only}
         suffix = sample.name.removeprefix(family.name)
-        renamed.add_sample(name + suffix, {**added, **kept}, sample.value)
+        renamed.add_sample(name + suffix, sample.labels, sample.value)
     return renamed
 
 
-def _instrument(name: str, spec: MetricSpec, registry: CollectorRegistry) -> _Instrument:
+def _instrument(
+    name: str, spec: MetricSpec, registry: CollectorRegistry, finer: Iterable[float]
+) -> _Instrument:
     if spec.kind == "counter":
         return Counter(name, spec.help, spec.labels, registry=registry)
     if spec.kind == "gauge":
         return Gauge(name, spec.help, spec.labels, registry=registry)
-    histogram = Histogram(name, spec.help, spec.labels, spec.buckets)
+    histogram = Histogram(name, spec.help, spec.labels, spec.buckets, finer)
     registry.register(histogram)
     return histogram
 

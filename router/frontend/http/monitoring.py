@@ -5,7 +5,6 @@ fleet token, and without the caller's headers but ``Accept``: a caller gains no 
 Routers of one host share the port, and each answers for all.
 """
 
-import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -67,7 +66,7 @@ async def monitoring(
     )
     listener = _shared_listener(config)
     server = _MonitoringServer(options)
-    serving = asyncio.ensure_future(server.serve([listener]))
+    serving = process.tasks.spawn(server.serve([listener]), "monitoring")
     try:
         yield int(listener.getsockname()[1])
     finally:

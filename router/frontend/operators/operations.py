@@ -10,14 +10,16 @@ their tenant and to operators.
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from time import monotonic, monotonic_ns, time_ns
+from time import monotonic, monotonic_ns, time, time_ns
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import HTTPException, Query, Request, Response
 
+from baton.telemetry.cache_info import set_cache_info
 from baton.telemetry.version import version
 from baton.types.errors import UnavailableError
+from baton.types.geometry import BLOCK_TOKENS
 from router.frontend.api.endpoints import Endpoints
 from router.frontend.operators.tenant_gauges import TenantGauges
 from router.lane import Lane
@@ -246,10 +248,29 @@ def _set_gauges(router: Process) -> None:
     router.metrics.set("baton_fleet_running_requests", running)
     router.metrics.set("baton_fleet_waiting_requests", waiting)
     router.metrics.set("baton_fleet_kv_usage_ratio", leased_blocks / max(total_blocks, 1))
+    set_cache_info(router.metrics, total_blocks, BLOCK_TOKENS)
+    _set_adapter_info(router)
     hashes = sum(lane.prefix_index.total_hashes for lane in router.lanes)
     router.metrics.set("baton_prefix_index_hashes", hashes)
     adapters = sum(len(lane.model.adapters.served()) for lane in router.lanes)
     router.metrics.set("baton_adapters_served", adapters)
+
+
+def _set_adapter_info(router: Process) -> None:
+    """Name the adapters of the requests of this router."""
+    by_state: tuple[set[str], set[str]] = (set(), set())
+    for lane in router.lanes:
+        for active in lane.gateway.active.values():
+            if active.request.adapter is not None:
+                by_state[active.decode_id is not None].add(active.request.adapter.name)
+    waiting, running = (",".join(sorted(names)) for names in by_state)
+    router.metrics.set_info(
+        "baton_adapter_requests_info",
+        time(),
+        max_lora=str(max(lane.settings.max_adapters for lane in router.lanes)),
+        running_lora_adapters=running,
+        waiting_lora_adapters=waiting,
+    )
 
 
 def _set_key_gauges(router: Process) -> None:

@@ -55,8 +55,8 @@ async def test_vllms_gauges_are_sums_over_the_workers(make_fleet):
     slots = list(fleet.lane.gateway.workers)
     await until(lambda: all(slot.link.status.running for slot in slots))
     values = samples((await fleet.http.get("/metrics")).text)
-    name = ("model_name", fleet.lane.model.names[0])
-    assert values["vllm:num_requests_running", name] == 7
-    assert values["vllm:num_requests_waiting", name] == 0
-    assert values["vllm:kv_cache_usage_perc", name] == 8 / 1024
+    name = (("engine", "0"), ("model_name", fleet.lane.model.names[0]))
+    assert values["vllm:num_requests_running", *name] == 7
+    assert values["vllm:num_requests_waiting", *name] == 0
+    assert values["vllm:kv_cache_usage_perc", *name] == 8 / 1024
     assert values["baton_fleet_running_requests",] == 7

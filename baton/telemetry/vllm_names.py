@@ -1,0 +1,227 @@
+"""Series under the names, labels and buckets of vLLM, which dashboards and schedulers read.
+
+Each is a sum over series of one metric of Baton, formed when a page is read: nothing is counted
+twice. They have vLLM's labels ``engine`` (always 0) and ``model_name``, and exist from the start,
+as they do there. Names that start with ``gpu_`` are of older versions, and still read.
+"""
+
+from collections.abc import Mapping
+from itertools import chain
+from types import MappingProxyType
+from typing import NamedTuple
+
+_LATENCY = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_BETWEEN_TOKENS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+_TRANSFER = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_REQUEST_TOKENS = tuple(mantissa * 10**power for power in range(8) for mantissa in (1, 2, 5))
+"""Bounds of counts of tokens, of which vLLM has those up to the model's context."""
+
+_CACHED = ("local", "memory", "disk", "peer", "pulled")
+_OUTSIDE = _CACHED[1:]
+_ALL = (*_CACHED, "computed")
+
+
+class VllmSeries(NamedTuple):
+    """A metric of vLLM as a sum over series of a metric of Baton.
+
+    Attributes:
+        name: vLLM's name without ``vllm:``; with a colon in front, a name without that prefix.
+        of: Metric of Baton.
+        by: Label of Baton's metric that decides which series count; others are summed over.
+        label: Label of vLLM that has the keys of ``values``; empty: the only key is no label.
+        values: vLLM's value to values of ``by``.
+        rest: vLLM's value for all other values of ``by``; empty: they do not count.
+        keeps: Whether all labels of Baton's metric are kept.
+        buckets: Upper bounds of vLLM's buckets.
+        fixed: Further labels.
+        inverted: Whether vLLM's gauge is 1 when Baton's is 0.
+    """
+
+    name: str
+    of: str
+    by: str = ""
+    label: str = ""
+    values: Mapping[str, tuple[str, ...]] = MappingProxyType({"": ()})
+    rest: str = ""
+    keeps: bool = False
+    buckets: tuple[float, ...] = ()
+    fixed: Mapping[str, str] = MappingProxyType({})
+    inverted: bool = False
+
+    @property
+    def full_name(self) -> str:
+        """Name on the page, without ``_total``."""
+        return self.name[1:] if self.name.startswith(":") else f"vllm:{self.name}"
+
+    @property
+    def is_capped(self) -> bool:
+        """True if vLLM has no bounds beyond the model's context."""
+        return self.buckets is _REQUEST_TOKENS
+
+    @property
+    def groups(self) -> list[dict[str, str]]:
+        """Labels of the series that exist from the start."""
+        if self.keeps:
+            return []
+        keys = (*self.values, self.rest) if self.rest else tuple(self.values)
+        return [{self.label: key} if self.label else {} for key in dict.fromkeys(keys)]
+
+    def group_of(self, labels: Mapping[str, str]) -> dict[str, str] | None:
+        """Return the labels of the series that one of Baton's is counted in; None: in none."""
+        if self.keeps:
+            return dict(labels)
+        if not self.by:
+            return self.groups[0]
+        own = labels[self.by]
+        key = next((key for key, owns in self.values.items() if own in owns), self.rest or None)
+        if key is None:
+            return None
+        return {self.label: key} if self.label else {}
+
+
+_TOKENS_BY_SOURCE = (
+    VllmSeries("prefix_cache_queries", "baton_prefix_tokens", "source", values={"": _ALL}),
+    VllmSeries("gpu_prefix_cache_queries", "baton_prefix_tokens", "source", values={"": _ALL}),
+    VllmSeries("prefix_cache_hits", "baton_prefix_tokens", "source", values={"": ("local",)}),
+    VllmSeries("gpu_prefix_cache_hits", "baton_prefix_tokens", "source", values={"": ("local",)}),
+    VllmSeries(
+        "external_prefix_cache_queries",
+        "baton_prefix_tokens",
+        "source",
+        values={"": (*_OUTSIDE, "computed")},
+    ),
+    VllmSeries(
+        "external_prefix_cache_hits", "baton_prefix_tokens", "source", values={"": _OUTSIDE}
+    ),
+    VllmSeries(
+        "prompt_tokens_by_source",
+        "baton_prefix_tokens",
+        "source",
+        "source",
+        {
+            "local_compute": ("computed",),
+            "local_cache_hit": ("local",),
+            "external_kv_transfer": _OUTSIDE,
+        },
+    ),
+    VllmSeries("prompt_tokens_cached", "baton_prefix_tokens", "source", values={"": _CACHED}),
+    VllmSeries(
+        "prompt_tokens_cached_by_source",
+        "baton_prefix_tokens",
+        "source",
+        "source",
+        {
+            "device": ("local",),
+            "host": ("memory",),
+            "p2p": ("peer", "pulled"),
+            "disk": ("disk",),
+            "external_unspecified": (),
+        },
+    ),
+)
+_STATE = (
+    VllmSeries("cache_config_info", "baton_kv_cache_info", keeps=True),
+    VllmSeries("lora_requests_info", "baton_adapter_requests_info", keeps=True),
+)
+
+
+def _waiting(of: str) -> tuple[VllmSeries, ...]:
+    """Return the series of waiting requests; Baton counts no deferred ones."""
+    return (
+        VllmSeries("num_requests_waiting", of),
+        VllmSeries("num_requests_waiting_by_reason", of, fixed={"reason": "capacity"}),
+    )
+
+
+def _usage(of: str) -> tuple[VllmSeries, ...]:
+    return (VllmSeries("kv_cache_usage_perc", of), VllmSeries("gpu_cache_usage_perc", of))
+
+
+def _phase(name: str, phase: str) -> VllmSeries:
+    return VllmSeries(name, "baton_phase_seconds", "phase", values={"": (phase,)}, buckets=_LATENCY)
+
+
+def _tokens(name: str, of: str) -> VllmSeries:
+    return VllmSeries(name, of, buckets=_REQUEST_TOKENS)
+
+
+_PER_TOKEN = "baton_time_per_output_token_seconds"  # noqa: S105 - a name of a metric
+_ROUTER = (
+    VllmSeries("num_requests_running", "baton_fleet_running_requests"),
+    *_waiting("baton_fleet_waiting_requests"),
+    *_usage("baton_fleet_kv_usage_ratio"),
+    *_STATE,
+    *_TOKENS_BY_SOURCE,
+    VllmSeries("prompt_tokens", "baton_prompt_tokens"),
+    VllmSeries("generation_tokens", "baton_generation_tokens"),
+    VllmSeries(
+        "request_success",
+        "baton_finished_choices",
+        "reason",
+        "finished_reason",
+        {
+            "stop": ("stop", "tool_calls"),
+            "length": ("length",),
+            "abort": ("cancelled", "client_closed", "deadline_exceeded"),
+            "error": (),
+            "repetition": (),
+        },
+        "error",
+    ),
+    _tokens("request_prompt_tokens", "baton_request_prompt_tokens"),
+    _tokens("request_generation_tokens", "baton_request_generation_tokens"),
+    _tokens("request_max_num_generation_tokens", "baton_request_longest_choice_tokens"),
+    _tokens("request_params_max_tokens", "baton_request_max_tokens"),
+    _tokens("request_prefill_kv_computed_tokens", "baton_request_computed_tokens"),
+    VllmSeries("request_params_n", "baton_request_choices", buckets=(1, 2, 5, 10, 20)),
+    VllmSeries(
+        "request_num_preemptions", "baton_request_preemptions", buckets=(1, 2, 3, 4, 5, 10, 20)
+    ),
+    VllmSeries(
+        "time_to_first_token_seconds", "baton_time_to_first_token_seconds", buckets=_FIRST_TOKEN
+    ),
+    VllmSeries("inter_token_latency_seconds", "baton_inter_token_seconds", buckets=_BETWEEN_TOKENS),
+    VllmSeries("request_time_per_output_token_seconds", _PER_TOKEN, buckets=_BETWEEN_TOKENS),
+    VllmSeries("time_per_output_token_seconds", _PER_TOKEN, buckets=_BETWEEN_TOKENS),
+    VllmSeries("e2e_request_latency_seconds", "baton_e2e_seconds", buckets=_LATENCY),
+    VllmSeries("request_inference_time_seconds", "baton_running_seconds", buckets=_LATENCY),
+    _phase("request_queue_time_seconds", "queue"),
+    _phase("request_prefill_time_seconds", "prefill"),
+    _phase("request_decode_time_seconds", "decode"),
+)
+_WORKER = (
+    VllmSeries("num_requests_running", "baton_running_requests"),
+    *_waiting("baton_waiting_requests"),
+    *_usage("baton_kv_usage_ratio"),
+    *_STATE,
+    *_TOKENS_BY_SOURCE,
+    VllmSeries("num_preemptions", "baton_preemptions"),
+    VllmSeries("iteration_tokens_total", "baton_step_tokens", buckets=_STEP_TOKENS),
+    VllmSeries(
+        "engine_sleep_state", "baton_worker_asleep", fixed={"sleep_state": "awake"}, inverted=True
+    ),
+    VllmSeries("spec_decode_num_drafts", "baton_spec_drafts"),
+    VllmSeries("spec_decode_num_draft_tokens", "baton_spec_draft_tokens"),
+    VllmSeries("spec_decode_num_accepted_tokens", "baton_spec_accepted_tokens"),
+    VllmSeries("nixl_xfer_time_seconds", "baton_transfer_seconds", buckets=_TRANSFER),
+    VllmSeries("nixl_num_failed_transfers", "baton_transfers", "outcome", values={"": ("failed",)}),
+)
+VLLM_SERIES: Mapping[str, tuple[VllmSeries, ...]] = {"router": _ROUTER, "worker": _WORKER}
+"""Series by component."""
+
+
+def finer_bounds(component: str, metric: str) -> tuple[float, ...]:
+    """Return the bounds of vLLM's buckets that a histogram of Baton has to distinguish."""
+    named = (series.buckets for series in VLLM_SERIES[component] if series.of == metric)
+    return tuple(chain.from_iterable(named))
