@@ -80,7 +80,7 @@ class GenerationRequest:
         pinned: Workers to use; only for probes.
         shadow: Whether it is a copy of a client's request, which is a probe that may run on any
             workers.
-        traceparent: Parent of the spans at the workers.
+        traceparent: Parent of the spans at the workers, with W3C's ``tracestate`` and ``baggage``.
         pooling: Pooling of the prompt's hidden states; empty: tokens are generated instead.
         prompt_logprobs_only: Whether only the prompt's logprobs are returned, without the one
             token that is sampled.
@@ -118,6 +118,8 @@ class GenerationRequest:
     pinned: Pinned | None = None
     shadow: bool = False
     traceparent: str = ""
+    tracestate: str = ""
+    baggage: str = ""
     pooling: str = ""
     prompt_logprobs_only: bool = False
     goes_on: bool = False

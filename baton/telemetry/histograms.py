@@ -6,12 +6,14 @@ other names of a metric have buckets of their own without counting anything twic
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from threading import Lock
+from time import time
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 Labels = Mapping[str, str]
@@ -45,6 +47,7 @@ class Histogram(Collector):
         self._series: dict[tuple[str, ...], Histogram] = {}
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
+        self._exemplars: dict[int, tuple[str, float, float]] = {}  # by bucket
         self._lock = Lock()
 
     def labels(self, *values: str) -> "Histogram":
@@ -58,12 +61,28 @@ class Histogram(Collector):
             )
         return series
 
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, once or several times."""
+    def observe(self, value: float, times: int = 1, *, trace_id: str = "") -> None:
+        """Count a value, once or several times; ``trace_id`` is that of a recorded trace."""
         index = bisect_left(self._bounds, value)
         with self._lock:
             self._counts[index] += times
             self._sum += value * times
+            if trace_id:
+                self._exemplars[index] = trace_id, value, time()
+
+    def exemplars(self) -> Iterator[tuple[dict[str, str], Exemplar]]:
+        """Yield the labels of exported buckets, and the latest value of a trace in each."""
+        rows = list(self._series.items()) if self._labels else [((), self)]
+        for values, series in rows:
+            latest: dict[float, tuple[str, float, float]] = {}
+            for index, kept in list(series._exemplars.items()):  # noqa: SLF001
+                bound = (*self._bounds, _INFINITE)[index]
+                shown = min((le for le in self._shown if le >= bound), default=_INFINITE)
+                latest[shown] = max(kept, latest.get(shown, kept), key=lambda item: item[2])
+            for bound, (trace_id, value, at_s) in latest.items():
+                le = str(floatToGoString(bound))  # type: ignore[no-untyped-call]
+                labels = {**dict(zip(self._labels, values, strict=True)), "le": le}
+                yield labels, Exemplar({"trace_id": trace_id}, value, at_s)
 
     def collect(self) -> Iterable[Metric]:
         """Yield the family in Prometheus' form."""

@@ -173,6 +173,36 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_queue_limit_requests": _gauge("Queue limit; beyond it requests are rejected with 429."),
 }
 
+# By OpenTelemetry's conventions for generative AI, with their buckets and attributes.
+_GEN_AI = (
+    *("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"),
+    *("gen_ai_response_model", "server_address", "server_port"),
+)
+GEN_AI_METRICS: dict[str, MetricSpec] = {
+    "gen_ai_server_request_duration_seconds": MetricSpec(
+        "histogram",
+        "Time of a call from its arrival to its last byte (gen_ai.server.request.duration).",
+        (*_GEN_AI, "error_type"),
+        tuple(0.01 * 2**power for power in range(14)),
+    ),
+    "gen_ai_server_time_to_first_token_seconds": MetricSpec(
+        "histogram",
+        "Time to the first token of successful responses (gen_ai.server.time_to_first_token).",
+        _GEN_AI,
+        (
+            *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
+            *(7.5, 10.0),
+        ),
+    ),
+    "gen_ai_server_time_per_output_token_seconds": MetricSpec(
+        "histogram",
+        "Time per token after the first of successful responses "
+        "(gen_ai.server.time_per_output_token).",
+        _GEN_AI,
+        (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+    ),
+}
+
 # Decisions of the router, and failures around it.
 ROUTER_METRICS: dict[str, MetricSpec] = {
     "baton_routes": _count(
@@ -401,6 +431,8 @@ def _with_old_names(specs: dict[str, MetricSpec]) -> dict[str, MetricSpec]:
 
 
 METRICS_BY_COMPONENT: dict[str, dict[str, MetricSpec]] = {
-    "router": _with_old_names({**REQUEST_METRICS, **ROUTER_METRICS, **COMMON_METRICS}),
+    "router": _with_old_names(
+        {**REQUEST_METRICS, **GEN_AI_METRICS, **ROUTER_METRICS, **COMMON_METRICS}
+    ),
     "worker": _with_old_names({**WORKER_METRICS, **COMMON_METRICS}),
 }

@@ -23,10 +23,12 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from baton.addresses import join_address
 from baton.telemetry.histograms import Histogram, add_up
 from baton.telemetry.metric_names import DEPRECATED_NAMES, METRICS_BY_COMPONENT, MetricSpec
+from baton.telemetry.openmetrics import series_text
 from baton.telemetry.version import version
 from baton.telemetry.vllm_names import VLLM_SERIES, VllmSeries, finer_bounds
 
@@ -105,9 +107,19 @@ class Metrics:
         gauge.clear()
         gauge.labels(**labels).set(value)
 
-    def observe(self, name: str, value: float, **labels: str) -> None:
-        """Add one value to a histogram."""
-        self.histogram(name, **labels).observe(value)
+    def observe(self, name: str, value: float, *, trace_id: str = "", **labels: str) -> None:
+        """Add one value to a histogram; ``trace_id`` becomes the exemplar of its bucket."""
+        self.histogram(name, **labels).observe(value, trace_id=trace_id)
+
+    def exemplars(self) -> dict[str, Exemplar]:
+        """Return the exemplars of buckets, by series as on the page."""
+        histograms = [i for i in self._instruments.items() if isinstance(i[1], Histogram)]
+        return {
+            series_text(f"{name}_bucket", labels): exemplar
+            for name, histogram in histograms
+            if isinstance(histogram, Histogram)
+            for labels, exemplar in histogram.exemplars()
+        }
 
     def histogram(self, name: str, **labels: str) -> Histogram:
         """Return one series of a histogram, for callers that observe once per token."""
@@ -124,9 +136,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return the page in Prometheus' text format."""
-        for show in self.before_page:
-            show()
-        return generate_latest(_Page(self._families)) + generate_latest(self._process)
+        return generate_latest(_Page(self.families)) + generate_latest(self._process)
 
     @property
     def together(self) -> dict[str, str]:
@@ -137,11 +147,13 @@ class Metrics:
         alike = VLLM_SERIES[self.component]
         return own | {series.full_name: own[series.of] for series in alike if series.of in own}
 
-    def _families(self) -> Iterable[Metric]:
+    def families(self) -> Iterable[Metric]:
         """Yield all families: own names with deprecated ones, then those of vLLM.
 
         Without the ``_created`` series, which double the page and are unused.
         """
+        for show in self.before_page:
+            show()
         own: dict[str, Metric] = {}
         for name, instrument in self._instruments.items():
             [family] = instrument.collect()

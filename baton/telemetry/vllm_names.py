@@ -6,6 +6,7 @@ as they do there. Names that start with ``gpu_`` are of older versions, and stil
 """
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
@@ -30,13 +31,32 @@ _REQUEST_TOKENS = tuple(mantissa * 10**power for power in range(8) for mantissa 
 _CACHED = ("local", "memory", "disk", "peer", "pulled")
 _OUTSIDE = _CACHED[1:]
 _ALL = (*_CACHED, "computed")
+_SOURCES = {
+    "local_compute": ("computed",),
+    "local_cache_hit": ("local",),
+    "external_kv_transfer": _OUTSIDE,
+}
+_TIERS = {
+    "device": ("local",),
+    "host": ("memory",),
+    "p2p": ("peer", "pulled"),
+    "disk": ("disk",),
+    "external_unspecified": (),
+}
+_REASONS = {
+    "stop": ("stop", "tool_calls"),
+    "length": ("length",),
+    "abort": ("cancelled", "client_closed", "deadline_exceeded"),
+    "error": (),
+    "repetition": (),
+}
 
 
 class VllmSeries(NamedTuple):
     """A metric of vLLM as a sum over series of a metric of Baton.
 
     Attributes:
-        name: vLLM's name without ``vllm:``; with a colon in front, a name without that prefix.
+        name: vLLM's name without ``vllm:``.
         of: Metric of Baton.
         by: Label of Baton's metric that decides which series count; others are summed over.
         label: Label of vLLM that has the keys of ``values``; empty: the only key is no label.
@@ -62,7 +82,7 @@ class VllmSeries(NamedTuple):
     @property
     def full_name(self) -> str:
         """Name on the page, without ``_total``."""
-        return self.name[1:] if self.name.startswith(":") else f"vllm:{self.name}"
+        return f"vllm:{self.name}"
 
     @property
     def is_capped(self) -> bool:
@@ -90,45 +110,17 @@ class VllmSeries(NamedTuple):
         return {self.label: key} if self.label else {}
 
 
+_OF_SOURCE = partial(VllmSeries, of="baton_prefix_tokens", by="source")
 _TOKENS_BY_SOURCE = (
-    VllmSeries("prefix_cache_queries", "baton_prefix_tokens", "source", values={"": _ALL}),
-    VllmSeries("gpu_prefix_cache_queries", "baton_prefix_tokens", "source", values={"": _ALL}),
-    VllmSeries("prefix_cache_hits", "baton_prefix_tokens", "source", values={"": ("local",)}),
-    VllmSeries("gpu_prefix_cache_hits", "baton_prefix_tokens", "source", values={"": ("local",)}),
-    VllmSeries(
-        "external_prefix_cache_queries",
-        "baton_prefix_tokens",
-        "source",
-        values={"": (*_OUTSIDE, "computed")},
-    ),
-    VllmSeries(
-        "external_prefix_cache_hits", "baton_prefix_tokens", "source", values={"": _OUTSIDE}
-    ),
-    VllmSeries(
-        "prompt_tokens_by_source",
-        "baton_prefix_tokens",
-        "source",
-        "source",
-        {
-            "local_compute": ("computed",),
-            "local_cache_hit": ("local",),
-            "external_kv_transfer": _OUTSIDE,
-        },
-    ),
-    VllmSeries("prompt_tokens_cached", "baton_prefix_tokens", "source", values={"": _CACHED}),
-    VllmSeries(
-        "prompt_tokens_cached_by_source",
-        "baton_prefix_tokens",
-        "source",
-        "source",
-        {
-            "device": ("local",),
-            "host": ("memory",),
-            "p2p": ("peer", "pulled"),
-            "disk": ("disk",),
-            "external_unspecified": (),
-        },
-    ),
+    _OF_SOURCE("prefix_cache_queries", values={"": _ALL}),
+    _OF_SOURCE("gpu_prefix_cache_queries", values={"": _ALL}),
+    _OF_SOURCE("prefix_cache_hits", values={"": ("local",)}),
+    _OF_SOURCE("gpu_prefix_cache_hits", values={"": ("local",)}),
+    _OF_SOURCE("external_prefix_cache_queries", values={"": (*_OUTSIDE, "computed")}),
+    _OF_SOURCE("external_prefix_cache_hits", values={"": _OUTSIDE}),
+    _OF_SOURCE("prompt_tokens_by_source", label="source", values=_SOURCES),
+    _OF_SOURCE("prompt_tokens_cached", values={"": _CACHED}),
+    _OF_SOURCE("prompt_tokens_cached_by_source", label="source", values=_TIERS),
 )
 _STATE = (
     VllmSeries("cache_config_info", "baton_kv_cache_info", keeps=True),
@@ -136,86 +128,65 @@ _STATE = (
 )
 
 
-def _waiting(of: str) -> tuple[VllmSeries, ...]:
-    """Return the series of waiting requests; Baton counts no deferred ones."""
+def _load(running: str, waiting: str, usage: str) -> tuple[VllmSeries, ...]:
+    """Return the series of load; Baton defers no requests, which vLLM counts apart."""
     return (
-        VllmSeries("num_requests_waiting", of),
-        VllmSeries("num_requests_waiting_by_reason", of, fixed={"reason": "capacity"}),
+        VllmSeries("num_requests_running", running),
+        VllmSeries("num_requests_waiting", waiting),
+        VllmSeries("num_requests_waiting_by_reason", waiting, fixed={"reason": "capacity"}),
+        VllmSeries("kv_cache_usage_perc", usage),
+        VllmSeries("gpu_cache_usage_perc", usage),
     )
 
 
-def _usage(of: str) -> tuple[VllmSeries, ...]:
-    return (VllmSeries("kv_cache_usage_perc", of), VllmSeries("gpu_cache_usage_perc", of))
-
-
-def _phase(name: str, phase: str) -> VllmSeries:
-    return VllmSeries(name, "baton_phase_seconds", "phase", values={"": (phase,)}, buckets=_LATENCY)
-
-
-def _tokens(name: str, of: str) -> VllmSeries:
-    return VllmSeries(name, of, buckets=_REQUEST_TOKENS)
-
-
+_TOKENS = partial(VllmSeries, buckets=_REQUEST_TOKENS)
+_LATENCY_OF = partial(VllmSeries, buckets=_LATENCY)
+_PHASE = partial(_LATENCY_OF, of="baton_phase_seconds", by="phase")
 _PER_TOKEN = "baton_time_per_output_token_seconds"  # noqa: S105 - a name of a metric
+_FIRST = "baton_time_to_first_token_seconds"
+_PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 _ROUTER = (
-    VllmSeries("num_requests_running", "baton_fleet_running_requests"),
-    *_waiting("baton_fleet_waiting_requests"),
-    *_usage("baton_fleet_kv_usage_ratio"),
+    *_load(
+        "baton_fleet_running_requests", "baton_fleet_waiting_requests", "baton_fleet_kv_usage_ratio"
+    ),
     *_STATE,
     *_TOKENS_BY_SOURCE,
     VllmSeries("prompt_tokens", "baton_prompt_tokens"),
     VllmSeries("generation_tokens", "baton_generation_tokens"),
     VllmSeries(
-        "request_success",
-        "baton_finished_choices",
-        "reason",
-        "finished_reason",
-        {
-            "stop": ("stop", "tool_calls"),
-            "length": ("length",),
-            "abort": ("cancelled", "client_closed", "deadline_exceeded"),
-            "error": (),
-            "repetition": (),
-        },
-        "error",
+        "request_success", "baton_finished_choices", "reason", "finished_reason", _REASONS, "error"
     ),
-    _tokens("request_prompt_tokens", "baton_request_prompt_tokens"),
-    _tokens("request_generation_tokens", "baton_request_generation_tokens"),
-    _tokens("request_max_num_generation_tokens", "baton_request_longest_choice_tokens"),
-    _tokens("request_params_max_tokens", "baton_request_max_tokens"),
-    _tokens("request_prefill_kv_computed_tokens", "baton_request_computed_tokens"),
+    _TOKENS("request_prompt_tokens", "baton_request_prompt_tokens"),
+    _TOKENS("request_generation_tokens", "baton_request_generation_tokens"),
+    _TOKENS("request_max_num_generation_tokens", "baton_request_longest_choice_tokens"),
+    _TOKENS("request_params_max_tokens", "baton_request_max_tokens"),
+    _TOKENS("request_prefill_kv_computed_tokens", "baton_request_computed_tokens"),
     VllmSeries("request_params_n", "baton_request_choices", buckets=(1, 2, 5, 10, 20)),
-    VllmSeries(
-        "request_num_preemptions", "baton_request_preemptions", buckets=(1, 2, 3, 4, 5, 10, 20)
-    ),
-    VllmSeries(
-        "time_to_first_token_seconds", "baton_time_to_first_token_seconds", buckets=_FIRST_TOKEN
-    ),
+    VllmSeries("request_num_preemptions", "baton_request_preemptions", buckets=_PREEMPTIONS),
+    VllmSeries("time_to_first_token_seconds", _FIRST, buckets=_FIRST_TOKEN),
     VllmSeries("inter_token_latency_seconds", "baton_inter_token_seconds", buckets=_BETWEEN_TOKENS),
     VllmSeries("request_time_per_output_token_seconds", _PER_TOKEN, buckets=_BETWEEN_TOKENS),
     VllmSeries("time_per_output_token_seconds", _PER_TOKEN, buckets=_BETWEEN_TOKENS),
-    VllmSeries("e2e_request_latency_seconds", "baton_e2e_seconds", buckets=_LATENCY),
-    VllmSeries("request_inference_time_seconds", "baton_running_seconds", buckets=_LATENCY),
-    _phase("request_queue_time_seconds", "queue"),
-    _phase("request_prefill_time_seconds", "prefill"),
-    _phase("request_decode_time_seconds", "decode"),
+    _LATENCY_OF("e2e_request_latency_seconds", "baton_e2e_seconds"),
+    _LATENCY_OF("request_inference_time_seconds", "baton_running_seconds"),
+    _PHASE("request_queue_time_seconds", values={"": ("queue",)}),
+    _PHASE("request_prefill_time_seconds", values={"": ("prefill",)}),
+    _PHASE("request_decode_time_seconds", values={"": ("decode",)}),
 )
+_FAILED = {"": ("failed",)}
+_AWAKE = {"sleep_state": "awake"}
 _WORKER = (
-    VllmSeries("num_requests_running", "baton_running_requests"),
-    *_waiting("baton_waiting_requests"),
-    *_usage("baton_kv_usage_ratio"),
+    *_load("baton_running_requests", "baton_waiting_requests", "baton_kv_usage_ratio"),
     *_STATE,
     *_TOKENS_BY_SOURCE,
     VllmSeries("num_preemptions", "baton_preemptions"),
     VllmSeries("iteration_tokens_total", "baton_step_tokens", buckets=_STEP_TOKENS),
-    VllmSeries(
-        "engine_sleep_state", "baton_worker_asleep", fixed={"sleep_state": "awake"}, inverted=True
-    ),
+    VllmSeries("engine_sleep_state", "baton_worker_asleep", fixed=_AWAKE, inverted=True),
     VllmSeries("spec_decode_num_drafts", "baton_spec_drafts"),
     VllmSeries("spec_decode_num_draft_tokens", "baton_spec_draft_tokens"),
     VllmSeries("spec_decode_num_accepted_tokens", "baton_spec_accepted_tokens"),
     VllmSeries("nixl_xfer_time_seconds", "baton_transfer_seconds", buckets=_TRANSFER),
-    VllmSeries("nixl_num_failed_transfers", "baton_transfers", "outcome", values={"": ("failed",)}),
+    VllmSeries("nixl_num_failed_transfers", "baton_transfers", "outcome", values=_FAILED),
 )
 VLLM_SERIES: Mapping[str, tuple[VllmSeries, ...]] = {"router": _ROUTER, "worker": _WORKER}
 """Series by component."""

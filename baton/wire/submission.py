@@ -46,6 +46,8 @@ def prefill_start(
         hash_seed=submission.hash_seed,
         deadline_remaining_ns=submission.deadline_remaining_ns,
         traceparent=submission.traceparent,
+        tracestate=submission.tracestate,
+        baggage=submission.baggage,
         lease_ms=submission.lease_ms,
         skip_blocks=skip_blocks,
         expected_incarnation=target.incarnation,

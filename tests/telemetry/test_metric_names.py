@@ -22,7 +22,7 @@ KINDS = {
     "observe": {"histogram"},
     "histogram": {"histogram"},
 }
-VALUE_ARGUMENTS = {"name", "value", "total"}
+VALUE_ARGUMENTS = {"name", "value", "total", "trace_id"}
 DECLARED = {
     name: spec
     for metrics in METRICS_BY_COMPONENT.values()
@@ -53,7 +53,7 @@ def _use(call: ast.Call, place: str) -> Iterator[Use]:
     function, first = _function(call.func), call.args[0]
     if not isinstance(first, ast.Constant) or not isinstance(first.value, str):
         return
-    if not first.value.startswith("baton_") or function not in KINDS:
+    if not first.value.startswith(("baton_", "gen_ai_")) or function not in KINDS:
         return
     names = [keyword.arg for keyword in call.keywords]
     labels = None if None in names else frozenset(map(str, names)) - VALUE_ARGUMENTS

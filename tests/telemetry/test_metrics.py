@@ -34,7 +34,7 @@ def page(metrics: Metrics) -> dict[str, float]:
 def test_names_start_with_baton_and_hold_their_units() -> None:
     for specs in METRICS_BY_COMPONENT.values():
         for name, spec in specs.items():
-            assert name.startswith("baton_")
+            assert name.startswith(("baton_", "gen_ai_"))
             assert not name.endswith("_total"), "the exposition adds it"
             if spec.kind == "histogram":
                 assert name.endswith(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
+from baton.telemetry.tracing import passed_on
 from baton.types.errors import InvalidRequestError
 from router.frontend.api.bodies.fields import Ignored
 from router.frontend.api.call_headers import client_id_of
@@ -26,6 +27,8 @@ class Caller:
     mode: Mode
     timeout_s: float
     traceparent: str = ""
+    tracestate: str = ""
+    baggage: str = ""
     min_priority: int | None = None
     client_id: str = ""
     limits: CallLimits = NO_LIMITS
@@ -51,13 +54,16 @@ def read_headers(
             "x-baton-mode", f"must be auto, disaggregated or colocated (got {mode[:40]!r})"
         )
     access = router.access.of(headers)
+    traceparent = headers.get("traceparent", "")
     TENANT.set(access.tenant)
     return Caller(
         tenant=access.tenant,
         min_priority=access.min_priority,
         mode=_MODES[mode],
         timeout_s=_timeout_s(headers.get("x-baton-timeout-ms"), router.settings.default_timeout_s),
-        traceparent=headers.get("traceparent", ""),
+        traceparent=traceparent,
+        tracestate=passed_on(headers.get("tracestate", "")) if traceparent else "",
+        baggage=passed_on(headers.get("baggage", "")),
         client_id=client_id_of(headers),
         limits=CallLimits.read(headers, access.slo),
         models=access.models,

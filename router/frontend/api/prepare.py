@@ -353,6 +353,8 @@ class Preparer:
             arrived_ns=now_ns,
             deadline_ns=now_ns + int(caller.timeout_s * 1e9),
             traceparent=caller.traceparent,
+            tracestate=caller.tracestate,
+            baggage=caller.baggage,
             slo=caller.limits.at(self._settings.slo),
             expected_tokens=_hinted_tokens(body) if isinstance(body, GenerationBody) else 0,
         )

@@ -77,13 +77,5 @@ async def monitoring(
 
 def _shared_listener(config: MonitoringConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "SO_REUSEPORT"):
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        listener.bind((config.host, config.port))
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    shared = hasattr(socket, "SO_REUSEPORT")
+    return socket.create_server((config.host, config.port), family=family, reuse_port=shared)

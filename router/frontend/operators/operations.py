@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import HTTPException, Query, Request, Response
 
+from baton.telemetry import openmetrics
 from baton.telemetry.cache_info import set_cache_info
 from baton.telemetry.version import version
 from baton.types.errors import UnavailableError
@@ -35,6 +36,13 @@ _WORKER_STATES = ("starting", "ready", "draining", "dead", "parked")
 def routes(router: Process) -> Endpoints:
     """Return ``/health*``, ``/ping``, ``/version``, ``/load``, ``/metrics`` and ``/fleet*``."""
     api = Endpoints()
+    tenant_gauges = TenantGauges()
+
+    def refresh() -> None:
+        _set_gauges(router)
+        tenant_gauges.update(router.metrics, router.quotas.quotas, router.access)
+
+    router.refresh_gauges = refresh
     _add_health(api, router)
     _add_fleet(api, router)
     _add_requests(api, router)
@@ -87,16 +95,18 @@ def _add_health(api: Endpoints, router: Process) -> None:
 
 
 def _add_fleet(api: Endpoints, router: Process) -> None:
-    tenant_gauges = TenantGauges()
     own_version = version()
 
     @api.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Return metrics in Prometheus' text format."""
+        """Return metrics in Prometheus' text format, or OpenMetrics if ``Accept`` names it."""
         router.access.check_scrape(request.headers)
-        _set_gauges(router)
-        tenant_gauges.update(router.metrics, router.quotas.quotas, router.access)
-        return Response(router.metrics.render(), media_type=router.metrics.content_type)
+        router.refresh_gauges()
+        page = router.metrics.render()
+        if not openmetrics.is_wanted(request.headers.get("accept", "")):
+            return Response(page, media_type=router.metrics.content_type)
+        converted = openmetrics.openmetrics(page, router.metrics.exemplars())
+        return Response(converted, media_type=openmetrics.CONTENT_TYPE)
 
     @api.get("/fleet")
     async def fleet(request: Request) -> dict[str, Any]:
@@ -224,7 +234,7 @@ def _owner(explanation: dict[str, Any]) -> object:
 
 
 def _set_gauges(router: Process) -> None:
-    """Set the gauges that are computed only when metrics are requested."""
+    """Set the gauges that are computed only when metrics are read."""
     _set_key_gauges(router)
     slots = router.lanes.slots
     counts = Counter((str(slot.role), slot.state) for slot in slots)

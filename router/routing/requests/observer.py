@@ -12,6 +12,7 @@ from batonpb.decode_pb2 import RequestTimes
 from baton.registry.router_demands import PlannedSizes
 from baton.telemetry.live_series import LiveSeries
 from baton.telemetry.metrics import Metrics
+from baton.telemetry.tracing import sampled_trace_id
 from router.request import GenerationRequest
 from router.routing.placement.regret import Allowance, FittedRates, MeasuredRequest, regret
 from router.routing.requests.active_request import ActiveRequest
@@ -192,7 +193,10 @@ class Observer:
         if not active.request.probe and not active.request.pooling:
             wait_s = (now_ns - active.request.arrived_ns) / 1e9
             tenant = active.request.tenant
-            self.metrics.observe("baton_time_to_first_token_seconds", wait_s, tenant=tenant)
+            trace_id = sampled_trace_id(active.request.traceparent)
+            self.metrics.observe(
+                "baton_time_to_first_token_seconds", wait_s, tenant=tenant, trace_id=trace_id
+            )
             self.series.first_token(wait_s)
 
     def record_finished(self, active: ActiveRequest) -> None:
@@ -206,10 +210,12 @@ class Observer:
         tenant = active.request.tenant
         inc = self.metrics.inc
         observe = self.metrics.observe
+        trace_id = sampled_trace_id(active.request.traceparent)
         observe(
             "baton_e2e_seconds",
             _between_s(record.request.arrived_ns, active.delivered_ns),
             tenant=tenant,
+            trace_id=trace_id,
         )
         exposed_s = 0.0
         if len(gaps_s) >= 3:
@@ -241,7 +247,9 @@ class Observer:
         tokens = record.completion_tokens / active.request.sampling.n
         if tokens > 1:
             per_token_s = _between_s(record.first_token_ns, record.last_token_ns) / (tokens - 1)
-            observe("baton_time_per_output_token_seconds", per_token_s, tenant=tenant)
+            observe(
+                "baton_time_per_output_token_seconds", per_token_s, tenant=tenant, trace_id=trace_id
+            )
         for choice in record.choices:
             reason = choice.finish_reason or (record.error.code if record.error else "unknown")
             inc("baton_finished_choices", reason=reason, tenant=tenant)

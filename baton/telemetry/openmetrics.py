@@ -1,0 +1,67 @@
+"""Conversion of a metrics page to the OpenMetrics format, which has exemplars.
+
+Prometheus' own text format stays the one that routers add up.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.samples import Exemplar
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_MEDIA_TYPE = "application/openmetrics-text"
+_TOTAL = "_total"
+
+
+def is_wanted(accept: str) -> bool:
+    """Return whether a client prefers OpenMetrics to the text format, by its ``Accept``."""
+    if _MEDIA_TYPE not in accept:
+        return False
+    preferred = {"text/plain": 0.0, _MEDIA_TYPE: 0.0}
+    for item in accept.split(","):
+        kind, *parameters = (part.strip() for part in item.split(";"))
+        weight = next((p[2:] for p in parameters if p.startswith("q=")), "1")
+        if kind in preferred:
+            preferred[kind] = max(preferred[kind], _number(weight))
+    return preferred[_MEDIA_TYPE] >= max(preferred["text/plain"], 1e-9)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def series_text(name: str, labels: Mapping[str, str]) -> str:
+    """Return a series as it stands on a page."""
+    escaped = (
+        (label, value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"'))
+        for label, value in sorted(labels.items())
+    )
+    shown = ",".join(f'{label}="{value}"' for label, value in escaped)
+    return f"{name}{{{shown}}}"
+
+
+def openmetrics(page: bytes, exemplars: Mapping[str, Exemplar]) -> bytes:
+    """Return a page of the text format in OpenMetrics, with exemplars by series."""
+    return "\n".join((*_lines(page.decode(), exemplars), "# EOF", "")).encode()
+
+
+def _lines(page: str, exemplars: Mapping[str, Exemplar]) -> Iterable[str]:
+    counters = {line.split(" ", 3)[2] for line in page.splitlines() if line.endswith(" counter")}
+    for line in page.splitlines():
+        if line.startswith("# "):
+            mark, keyword, name, rest = line.split(" ", 3)
+            family = name.removesuffix(_TOTAL) if name in counters else name
+            if keyword == "HELP":
+                rest = rest.replace('"', '\\"')
+            yield f"{mark} {keyword} {family} {rest}"
+            continue
+        series = line.rpartition(" ")[0]
+        exemplar = exemplars.get(series)
+        if exemplar is None:
+            yield line
+        else:
+            of = series_text("", exemplar.labels)
+            yield f"{line} # {of} {exemplar.value!r} {exemplar.timestamp:.3f}"
