@@ -91,6 +91,7 @@ class GenerationRequest:
         routed: Model that answers; None for probes.
         expected_tokens: Length of the response that the client expects; 0: not given.
         session: Conversation to which the client says that it belongs.
+        flow: Group of requests that take turns within their tenant; empty: its session.
         prompt_change: Difference of its prompt from an earlier one of its session.
         past_baton: Whether a gateway sends it, as the client did, to the server that is chosen.
             Then ``cache_scope`` is the client's salt, and reports of workers do not show it.
@@ -129,6 +130,7 @@ class GenerationRequest:
     routed: Routed | None = None
     expected_tokens: int = 0
     session: Session = NO_SESSION
+    flow: str = ""
     prompt_change: PromptChange | None = field(default=None, repr=False)
     past_baton: bool = False
     among: frozenset[str] | None = None

@@ -1,5 +1,6 @@
 """Fleet file section on clients: API keys, timeouts, HTTPS, stored responses."""
 
+from collections.abc import Mapping
 from ipaddress import ip_network
 from typing import Annotated, Literal
 
@@ -26,6 +27,7 @@ KEYS_IN_REDIS = "redis"
 
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s*?#]+)$")]
 ServedHost = Annotated[str, StringConstraints(to_lower=True, pattern=r"^[A-Za-z0-9_.-]{1,253}$")]
+Objective = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,253}$")]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
@@ -120,6 +122,8 @@ class ClientLimitsConfig(Section):
         remove_rotating_texts: Leave texts out of system prompts that differ in each call, such as
             Claude Code's ``x-anthropic-billing-header``. Otherwise nothing behind them is cached.
         tls: HTTPS certificate of the routers. Without it, they use plain text.
+        objectives: ``priority`` of requests that name an objective in llm-d's header
+            ``x-llm-d-inference-objective``, but not below their key's ``min_priority``.
         insecure: Confirms plain text to other hosts, such as behind a proxy that terminates
             TLS.
         api_keys_file: File with API keys, in place of ``api_keys``. It is read again when it
@@ -141,6 +145,7 @@ class ClientLimitsConfig(Section):
     tls: HttpsConfig | None = None
     monitoring: MonitoringConfig | None = None  # a port for /metrics and health, without a key
     insecure: bool = False
+    objectives: Mapping[Objective, Annotated[int, Field(ge=-(2**31), lt=2**31)]] = {}
     api_keys_file: KeysFile | None = None
 
     @property

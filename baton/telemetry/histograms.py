@@ -100,36 +100,27 @@ class Histogram(Collector):
 
         ``start`` has labels of groups that are exported even if nothing is counted.
         """
-        sums = {tuple(labels.items()): _Sum(len(self._counts)) for labels in start}
+        size = len(self._counts) + 1  # of buckets, and the sum of the values
+        sums = {tuple(labels.items()): [0.0] * size for labels in start}
         rows = list(self._series.items()) if self._labels else [((), self)]
         for values, series in rows:
             labels = group(dict(zip(self._labels, values, strict=True)))
             if labels is not None:
-                sums.setdefault(tuple(labels.items()), _Sum(len(self._counts))).add(series)
+                key = tuple(labels.items())
+                with series._lock:  # noqa: SLF001
+                    added = (*series._counts, series._sum)  # noqa: SLF001
+                sums[key] = [a + b for a, b in zip(sums.get(key, [0.0] * size), added, strict=True)]
         family = Metric(name, text, "histogram")
         places = [bisect_left(self._bounds, bound) for bound in bounds]
         texts = [str(floatToGoString(bound)) for bound in (*bounds, _INFINITE)]  # type: ignore[no-untyped-call]
         for items, total in sums.items():
             labels = dict(items)
-            counts = list(accumulate(total.counts))
+            counts = list(accumulate(total[:-1]))
             for le, place in zip(texts, (*places, -1), strict=True):
                 family.add_sample(f"{name}_bucket", {**labels, "le": le}, counts[place])
             family.add_sample(f"{name}_count", labels, counts[-1])
-            family.add_sample(f"{name}_sum", labels, total.value)
+            family.add_sample(f"{name}_sum", labels, total[-1])
         return family
-
-
-class _Sum:
-    """Sum of several series."""
-
-    def __init__(self, buckets: int) -> None:
-        self.counts = [0] * buckets
-        self.value = 0.0
-
-    def add(self, series: Histogram) -> None:
-        with series._lock:  # noqa: SLF001
-            self.counts = [a + b for a, b in zip(self.counts, series._counts, strict=True)]  # noqa: SLF001
-            self.value += series._sum  # noqa: SLF001
 
 
 def add_up(

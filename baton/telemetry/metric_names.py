@@ -1,8 +1,7 @@
 """Every metric that Baton exports, declared in one table.
 
 Names start with ``baton_`` and contain their unit; ``vllm_names.py`` has those of vLLM. To add a
-metric, declare it here and record it in the code. To rename one, add the old name to
-`DEPRECATED_NAMES`, so that it is exported for one more version.
+metric, declare it here and record it in the code.
 """
 
 from typing import Literal, NamedTuple
@@ -94,14 +93,12 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         "a median decode step."
     ),
     "baton_time_to_first_token_seconds": _seconds(
-        "Time from arrival at the router to the first byte of content sent.",
-        "tenant",
+        "Time from arrival at the router to the first byte of content sent.", "tenant"
     ),
     "baton_time_to_second_token_seconds": _seconds("Time from arrival to the second token."),
     "baton_inter_token_seconds": _seconds("Time between two tokens of a request."),
     "baton_time_per_output_token_seconds": _seconds(
-        "Mean time per output token of a request: (last token - first token) / (n - 1).",
-        "tenant",
+        "Mean time per output token of a request: (last token - first token) / (n - 1).", "tenant"
     ),
     "baton_e2e_seconds": _seconds("Time from arrival to the last byte sent.", "tenant"),
     "baton_prompt_tokens": _count("Prompt tokens of all requests.", "tenant"),
@@ -152,8 +149,7 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     ),
     "baton_role_turns": _gauge("Number of the last change of a worker's role in this fleet."),
     "baton_planner_wanted": _gauge(
-        "Workers by the planner, by role, also while it may not act; 0 without a planner.",
-        "role",
+        "Workers by the planner, by role, also while it may not act; 0 without a planner.", "role"
     ),
     "baton_planner_load_ratio": _gauge(
         "Needs ÷ workers of the fuller role, at the best split of the ready workers. From 1 on, "
@@ -245,7 +241,7 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
         "Batch lines: completed, failed.", "outcome", from_start=("completed", "failed")
     ),
     "baton_fleet_running_requests": _gauge(
-        "Requests in the batches of all workers, by their latest reports.",
+        "Requests in the batches of all workers, by their latest reports."
     ),
     "baton_fleet_waiting_requests": _gauge("Requests waiting in this router and in all workers."),
     "baton_fleet_kv_usage_ratio": _gauge("Share of KV blocks in use, over all workers."),
@@ -413,26 +409,7 @@ COMMON_METRICS: dict[str, MetricSpec] = {
     ),
 }
 
-DEPRECATED_NAMES: dict[str, str] = {
-    "baton_mirror_names": "baton_prefix_index_hashes",
-    "baton_mirror_sequence_gaps": "baton_prefix_index_sequence_gaps",
-    "baton_mirror_snapshots": "baton_prefix_index_snapshots",
-}
-"""Old name -> new name. Code records the new one; both are exported for one version."""
-
-
-def _with_old_names(specs: dict[str, MetricSpec]) -> dict[str, MetricSpec]:
-    old = {
-        name: specs[new]._replace(help=f"deprecated: use {new}", from_start=())
-        for name, new in DEPRECATED_NAMES.items()
-        if new in specs
-    }
-    return {**specs, **old}
-
-
 METRICS_BY_COMPONENT: dict[str, dict[str, MetricSpec]] = {
-    "router": _with_old_names(
-        {**REQUEST_METRICS, **GEN_AI_METRICS, **ROUTER_METRICS, **COMMON_METRICS}
-    ),
-    "worker": _with_old_names({**WORKER_METRICS, **COMMON_METRICS}),
+    "router": {**REQUEST_METRICS, **GEN_AI_METRICS, **ROUTER_METRICS, **COMMON_METRICS},
+    "worker": {**WORKER_METRICS, **COMMON_METRICS},
 }

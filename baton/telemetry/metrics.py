@@ -13,13 +13,7 @@ import ssl
 import sys
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    ProcessCollector,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -27,7 +21,7 @@ from prometheus_client.samples import Exemplar
 
 from baton.addresses import join_address
 from baton.telemetry.histograms import Histogram, add_up
-from baton.telemetry.metric_names import DEPRECATED_NAMES, METRICS_BY_COMPONENT, MetricSpec
+from baton.telemetry.metric_names import METRICS_BY_COMPONENT, MetricSpec
 from baton.telemetry.openmetrics import series_text
 from baton.telemetry.version import version
 from baton.telemetry.vllm_names import VLLM_SERIES, VllmSeries, finer_bounds
@@ -37,7 +31,6 @@ _OTHER = "other"
 _REQUEST_LIMIT_S = 5.0
 
 _Instrument = Counter | Gauge | Histogram
-_OLD_NAMES = {new: old for old, new in DEPRECATED_NAMES.items()}
 
 
 class Metrics:
@@ -57,7 +50,6 @@ class Metrics:
         self._instruments = {
             name: _instrument(name, spec, self._registry, finer_bounds(component, name))
             for name, spec in self._specs.items()
-            if name not in DEPRECATED_NAMES
         }
         self._children: dict[tuple[str, tuple[str, ...]], _Instrument] = {}
         self._found: dict[tuple[object, ...], _Instrument] = {}  # children, by call signature
@@ -148,7 +140,7 @@ class Metrics:
         return own | {series.full_name: own[series.of] for series in alike if series.of in own}
 
     def families(self) -> Iterable[Metric]:
-        """Yield all families: own names with deprecated ones, then those of vLLM.
+        """Yield all families: own names, then those of vLLM.
 
         Without the ``_created`` series, which double the page and are unused.
         """
@@ -162,9 +154,6 @@ class Metrics:
             ]
             own[name] = family
             yield family
-            if name in _OLD_NAMES:
-                old = _OLD_NAMES[name]
-                yield _renamed(family, old, self._specs[old].help)
         for series in VLLM_SERIES[self.component]:
             yield self._vllm_family(series, own[series.of])
 
@@ -224,14 +213,6 @@ class _Page(Collector):
         return self._families()
 
 
-def _renamed(family: Metric, name: str, text: str) -> Metric:
-    renamed = Metric(name, text, family.type)
-    for sample in family.samples:
-        suffix = sample.name.removeprefix(family.name)
-        renamed.add_sample(name + suffix, sample.labels, sample.value)
-    return renamed
-
-
 def _instrument(
     name: str, spec: MetricSpec, registry: CollectorRegistry, finer: Iterable[float]
 ) -> _Instrument:
@@ -259,10 +240,7 @@ class MetricsServer:
 
 
 async def serve_metrics(
-    metrics: Metrics,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    tls: ssl.SSLContext | None = None,
+    metrics: Metrics, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None
 ) -> MetricsServer:
     """Serve ``metrics`` over HTTP, or over HTTPS with ``tls``; port 0 chooses a free one."""
 

@@ -3,6 +3,7 @@
 Prometheus' own text format stays the one that routers add up.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping
 
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
@@ -15,22 +16,13 @@ _TOTAL = "_total"
 
 def is_wanted(accept: str) -> bool:
     """Return whether a client prefers OpenMetrics to the text format, by its ``Accept``."""
-    if _MEDIA_TYPE not in accept:
-        return False
-    preferred = {"text/plain": 0.0, _MEDIA_TYPE: 0.0}
+    weights = {"text/plain": 0.0, _MEDIA_TYPE: 0.0}
     for item in accept.split(","):
         kind, *parameters = (part.strip() for part in item.split(";"))
-        weight = next((p[2:] for p in parameters if p.startswith("q=")), "1")
-        if kind in preferred:
-            preferred[kind] = max(preferred[kind], _number(weight))
-    return preferred[_MEDIA_TYPE] >= max(preferred["text/plain"], 1e-9)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
+        weight = next((each[2:] for each in parameters if each.startswith("q=")), "1")
+        with contextlib.suppress(ValueError):
+            weights[kind] = max(weights.get(kind, 0.0), float(weight))
+    return weights[_MEDIA_TYPE] > 0 and weights[_MEDIA_TYPE] >= weights["text/plain"]
 
 
 def series_text(name: str, labels: Mapping[str, str]) -> str:

@@ -189,7 +189,6 @@ _WORKER = (
     VllmSeries("nixl_num_failed_transfers", "baton_transfers", "outcome", values=_FAILED),
 )
 VLLM_SERIES: Mapping[str, tuple[VllmSeries, ...]] = {"router": _ROUTER, "worker": _WORKER}
-"""Series by component."""
 
 
 def finer_bounds(component: str, metric: str) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from baton.telemetry.metric_names import DEPRECATED_NAMES, METRICS_BY_COMPONENT
+from baton.telemetry.metric_names import METRICS_BY_COMPONENT
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("baton", "router", "prefill_worker", "decode_worker", "kvtransfer", "fleet")
@@ -24,10 +24,7 @@ KINDS = {
 }
 VALUE_ARGUMENTS = {"name", "value", "total", "trace_id"}
 DECLARED = {
-    name: spec
-    for metrics in METRICS_BY_COMPONENT.values()
-    for name, spec in metrics.items()
-    if name not in DEPRECATED_NAMES
+    name: spec for metrics in METRICS_BY_COMPONENT.values() for name, spec in metrics.items()
 }
 
 

@@ -42,22 +42,6 @@ def test_names_start_with_baton_and_hold_their_units() -> None:
                 ), name
 
 
-def test_a_renamed_metric_is_on_the_page_also_under_its_old_name() -> None:
-    metrics = Metrics("router", model="m")
-    metrics.set("baton_prefix_index_hashes", 7)
-    metrics.inc("baton_prefix_index_snapshots", 2)
-    shown = page(metrics)
-    for name, value in (("prefix_index_hashes", 7), ("mirror_names", 7)):
-        assert shown[f"baton_{name}"] == value
-    for name in ("prefix_index_snapshots", "mirror_snapshots"):
-        assert shown[f"baton_{name}_total"] == 2
-    text = metrics.render().decode()
-    assert "# HELP baton_mirror_names deprecated: use baton_prefix_index_hashes\n" in text
-    assert metrics.together["baton_mirror_names"] == "max"
-    with pytest.raises(KeyError):
-        metrics.set("baton_mirror_names", 1)
-
-
 def test_what_is_counted_is_on_the_page_also_under_its_vllm_name() -> None:
     metrics = Metrics("router", model="m")
     metrics.inc("baton_prompt_tokens", 7, tenant="a")

@@ -12,8 +12,9 @@ from router.frontend.off_loop import TENANT
 from router.frontend.slo import NO_LIMITS, CallLimits
 from router.process import Process
 from router.request import Mode, Routed
-from router.sessions.identity import NO_SESSION, Session, session_of_headers
+from router.sessions.identity import NO_SESSION, Session, flow_of_headers, session_of_headers
 
+_OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")  # older: the second
 _MODES: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _MAX_DIGITS = 12
@@ -21,7 +22,10 @@ _MAX_DIGITS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Sender and options of a call, from its headers, and what is ignored of it."""
+    """Sender and options of a call, from its headers, and what is ignored of it.
+
+    ``priority`` is that of llm-d's objective, if the body names none.
+    """
 
     tenant: str
     mode: Mode
@@ -38,6 +42,8 @@ class Caller:
     may_fall_back: bool = False
     shadow: str = ""  # model that runs a copy of the call
     session: Session = NO_SESSION
+    flow: str = ""
+    priority: int = 0
     ignored: Ignored = field(default_factory=Ignored)
 
 
@@ -48,6 +54,7 @@ def read_headers(
 
     ``ignored`` collects the parts of the call that have no effect.
     """
+    headers = dict(reversed(list(headers.items())))  # of several values the first
     mode = headers.get("x-baton-mode", "auto")
     if mode not in _MODES:
         raise InvalidRequestError.at(
@@ -70,8 +77,18 @@ def read_headers(
         key_id=access.key_id,
         may_fall_back=_may_fall_back(headers),
         session=session_of_headers(headers),
+        flow=flow_of_headers(headers),
+        priority=_priority(headers, router.settings.clients.objectives),
         ignored=Ignored() if ignored is None else ignored,
     )
+
+
+def _priority(headers: Mapping[str, str], objectives: Mapping[str, int]) -> int:
+    """Return the priority of the objective that the call names, as llm-d does: unknown ones 0."""
+    if not objectives:
+        return 0
+    named = (headers.get(name, "") for name in _OBJECTIVES)
+    return objectives.get(next(filter(None, named), ""), 0)
 
 
 def _may_fall_back(headers: Mapping[str, str]) -> bool:

@@ -327,7 +327,7 @@ class Preparer:
         now_ns: int,
     ) -> GenerationRequest:
         salt = body.cache_salt if isinstance(body, GenerationBody) else None
-        priority = body.priority or 0
+        priority = caller.priority if body.priority is None else body.priority
         least = caller.min_priority
         if least is not None and priority < least:
             if body.priority is not None:
@@ -356,6 +356,7 @@ class Preparer:
             tracestate=caller.tracestate,
             baggage=caller.baggage,
             slo=caller.limits.at(self._settings.slo),
+            flow=caller.flow,
             expected_tokens=_hinted_tokens(body) if isinstance(body, GenerationBody) else 0,
         )
 

@@ -155,9 +155,7 @@ def _add_fleet(api: Endpoints, router: Process) -> None:
 def _add_requests(api: Endpoints, router: Process) -> None:
     @api.get("/fleet/requests")
     async def requests(
-        request: Request,
-        limit: Annotated[int, Query(ge=1, le=500)] = 50,
-        order: Order = "newest",
+        request: Request, limit: Annotated[int, Query(ge=1, le=500)] = 50, order: Order = "newest"
     ) -> dict[str, Any]:
         """List the latest requests: all of them for operators, otherwise the tenant's own.
 
@@ -167,10 +165,7 @@ def _add_requests(api: Endpoints, router: Process) -> None:
         tenant = None if access.operator else access.tenant
         kept = router.lanes.newest_first()
         now_ns = monotonic_ns()
-        others = (
-            router.refused.newest_first(tenant),
-            router.past_reports.newest_first(tenant),
-        )
+        others = (router.refused.newest_first(tenant), router.past_reports.newest_first(tenant))
         lines = latest(kept, others, now_ns, tenant=tenant, limit=limit, order=order)
         return {"at_s": round(now_ns / 1e9, 6), "requests": lines}
 
@@ -186,10 +181,7 @@ def _add_requests(api: Endpoints, router: Process) -> None:
             return past
         # Requests of other tenants are reported as unknown.
         if explanation is None or not (access.operator or _owner(explanation) == access.tenant):
-            raise HTTPException(
-                404,
-                "the request is unknown to this router, or no longer recorded",
-            )
+            raise HTTPException(404, "the request is unknown to this router, or no longer recorded")
         kept = router.lanes.find(explanation["id"]) if explanation.get("prompt_change") else None
         if kept is not None:
             explanation["prompt_change"] |= await router.request_log.change_texts(kept[1])
