@@ -4,11 +4,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from baton.telemetry.otlp import is_grpc, is_on, resource_of
+from baton.telemetry.otlp import exporter_of, is_on, resource_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk._logs import LoggerProvider
-    from opentelemetry.sdk._logs.export import LogRecordExporter
 
 
 class LogExport:
@@ -45,16 +44,5 @@ def _provider(component: str, environ: Mapping[str, str]) -> "LoggerProvider | N
     from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 
     provider = LoggerProvider(resource=resource_of(component, environ))
-    provider.add_log_record_processor(BatchLogRecordProcessor(_exporter(environ)))
+    provider.add_log_record_processor(BatchLogRecordProcessor(exporter_of("LOGS", environ)))
     return provider
-
-
-def _exporter(environ: Mapping[str, str]) -> "LogRecordExporter":
-    # Both exporters read endpoint and headers from the environment.
-    if is_grpc("LOGS", environ):
-        from opentelemetry.exporter.otlp.proto.grpc import _log_exporter as over_grpc
-
-        return over_grpc.OTLPLogExporter()
-    from opentelemetry.exporter.otlp.proto.http import _log_exporter as over_http
-
-    return over_http.OTLPLogExporter()

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.metrics_core import Metric
 
 from baton.telemetry.metrics import Metrics
-from baton.telemetry.otlp import is_grpc, is_on, resource_of
+from baton.telemetry.otlp import exporter_of, is_on, resource_of
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.metrics.export import MetricExporter, MetricsData
+    from opentelemetry.sdk.metrics.export import MetricsData
 
 _INTERVAL_MS = "60000"
 _OWN = ("baton_", "gen_ai_")
@@ -30,11 +30,7 @@ _UNITS = {"_seconds": "s", "_bytes": "By", "_ratio": "1"}
 
 
 class MetricExport:
-    """Exporter of the metrics of one component; without an endpoint it does nothing.
-
-    Args:
-        refresh: Sets the gauges that are computed only when metrics are read.
-    """
+    """Exporter of one component; ``refresh`` sets the gauges that are computed when read."""
 
     def __init__(
         self,
@@ -53,7 +49,7 @@ class MetricExport:
         if not self.is_on:
             return
         interval_s = float(self._environ.get("OTEL_METRIC_EXPORT_INTERVAL") or _INTERVAL_MS) / 1000
-        exporter = _exporter(self._environ)
+        exporter = exporter_of("METRICS", self._environ)
         try:
             while True:
                 await asyncio.sleep(interval_s)
@@ -73,17 +69,6 @@ class MetricExport:
         metrics = [_converted(family, self._began_ns, time.time_ns()) for family in families]
         scope = ScopeMetrics(InstrumentationScope(f"baton.{component}"), metrics, "")
         return MetricsData([ResourceMetrics(resource_of(component, self._environ), [scope], "")])
-
-
-def _exporter(environ: Mapping[str, str]) -> "MetricExporter":
-    # Both exporters read endpoint and headers from the environment.
-    if is_grpc("METRICS", environ):
-        from opentelemetry.exporter.otlp.proto.grpc import metric_exporter as over_grpc
-
-        return over_grpc.OTLPMetricExporter()
-    from opentelemetry.exporter.otlp.proto.http import metric_exporter as over_http
-
-    return over_http.OTLPMetricExporter()
 
 
 def _converted(family: Metric, began_ns: int, now_ns: int) -> Any:

@@ -99,18 +99,23 @@ class Metrics:
         gauge.clear()
         gauge.labels(**labels).set(value)
 
+    def set_cache_info(self, blocks: int, block_tokens: int, dtype: str = "auto") -> None:
+        """Export the number and size of the KV blocks of a fleet or a worker, as vLLM does."""
+        size = {"block_size": str(block_tokens), "num_gpu_blocks": str(blocks)}
+        kind = {"num_cpu_blocks": "0", "cache_dtype": dtype, "enable_prefix_caching": "True"}
+        self.set_info("baton_kv_cache_info", 1, **size, **kind)
+
     def observe(self, name: str, value: float, *, trace_id: str = "", **labels: str) -> None:
         """Add one value to a histogram; ``trace_id`` becomes the exemplar of its bucket."""
         self.histogram(name, **labels).observe(value, trace_id=trace_id)
 
     def exemplars(self) -> dict[str, Exemplar]:
         """Return the exemplars of buckets, by series as on the page."""
-        histograms = [i for i in self._instruments.items() if isinstance(i[1], Histogram)]
         return {
             series_text(f"{name}_bucket", labels): exemplar
-            for name, histogram in histograms
-            if isinstance(histogram, Histogram)
-            for labels, exemplar in histogram.exemplars()
+            for name, instrument in self._instruments.items()
+            if isinstance(instrument, Histogram)
+            for labels, exemplar in instrument.exemplars()
         }
 
     def histogram(self, name: str, **labels: str) -> Histogram:

@@ -1,17 +1,13 @@
-"""Conversion of a metrics page to the OpenMetrics format, which has exemplars.
-
-Prometheus' own text format stays the one that routers add up.
-"""
+"""Conversion of a metrics page to the OpenMetrics format, which has exemplars."""
 
 import contextlib
 from collections.abc import Iterable, Mapping
 
-from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client.samples import Exemplar
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+__all__ = ["CONTENT_TYPE", "is_wanted", "openmetrics", "series_text"]
 _MEDIA_TYPE = "application/openmetrics-text"
-_TOTAL = "_total"
 
 
 def is_wanted(accept: str) -> bool:
@@ -45,7 +41,7 @@ def _lines(page: str, exemplars: Mapping[str, Exemplar]) -> Iterable[str]:
     for line in page.splitlines():
         if line.startswith("# "):
             mark, keyword, name, rest = line.split(" ", 3)
-            family = name.removesuffix(_TOTAL) if name in counters else name
+            family = name.removesuffix("_total") if name in counters else name
             if keyword == "HELP":
                 rest = rest.replace('"', '\\"')
             yield f"{mark} {keyword} {family} {rest}"

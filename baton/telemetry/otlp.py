@@ -1,13 +1,19 @@
 """Standard ``OTEL_*`` variables that the exports of traces, logs and metrics have in common."""
 
+import importlib
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
 
 Signal = Literal["TRACES", "LOGS", "METRICS"]
+_EXPORTERS: Mapping[Signal, tuple[str, str]] = {
+    "TRACES": ("trace_exporter", "OTLPSpanExporter"),
+    "LOGS": ("_log_exporter", "OTLPLogExporter"),
+    "METRICS": ("metric_exporter", "OTLPMetricExporter"),
+}
 _LOG = logging.getLogger(__name__)
 
 
@@ -32,6 +38,14 @@ def is_grpc(signal: Signal, environ: Mapping[str, str]) -> bool:
             "OTLP protocol %r is not supported (grpc, http/protobuf): using http", protocol
         )
     return protocol == "grpc"
+
+
+def exporter_of(signal: Signal, environ: Mapping[str, str]) -> Any:
+    """Return the SDK's exporter of a signal, which reads endpoint and headers from `os.environ`."""
+    module, name = _EXPORTERS[signal]
+    transport = "grpc" if is_grpc(signal, environ) else "http"
+    package = f"opentelemetry.exporter.otlp.proto.{transport}"
+    return getattr(importlib.import_module(f"{package}.{module}"), name)()
 
 
 def resource_of(component: str, environ: Mapping[str, str]) -> "Resource":

@@ -16,14 +16,13 @@ from opentelemetry.context import Context
 from opentelemetry.semconv.attributes.server_attributes import SERVER_ADDRESS, SERVER_PORT
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from baton.telemetry.otlp import is_grpc, is_on, resource_of
+from baton.telemetry.otlp import exporter_of, is_on, resource_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-MAX_PASSED = 8192
-"""Characters of ``baggage``, W3C's limit; of ``tracestate`` it sets none above 512."""
+MAX_PASSED = 8192  # characters of `baggage`: W3C's limit
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-[0-9a-f]{16}-([0-9a-f]{2})")
 
 
@@ -68,20 +67,9 @@ def _pipeline(
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     provider = TracerProvider(resource=resource_of(component, environ))
-    exporter = _exporter(environ)
+    exporter = exporter_of("TRACES", environ)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider, exporter
-
-
-def _exporter(environ: Mapping[str, str]) -> "SpanExporter":
-    # Both exporters read endpoint and headers from the environment.
-    if is_grpc("TRACES", environ):
-        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc
-
-        return over_grpc.OTLPSpanExporter()
-    from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
-
-    return over_http.OTLPSpanExporter()
 
 
 def passed_on(value: str) -> str:

@@ -22,7 +22,6 @@ from baton.registry.kv_events import KvEventPublisher
 from baton.registry.redis_store import Registry
 from baton.registry.types import WorkerRecord, tier_incarnation
 from baton.registry.workers import Presence
-from baton.telemetry.cache_info import set_cache_info
 from baton.telemetry.metrics import Metrics, serve_metrics
 from baton.telemetry.tracing import Tracing
 from baton.tenants.usage.worker_time import WorkerTime
@@ -125,7 +124,7 @@ async def start_engine(context: StartContext, stack: AsyncExitStack) -> EngineHa
     stack.push_async_callback(engine.client.stop)
     metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
     geometry = engine.client.ready.geometry
-    set_cache_info(metrics, geometry.num_blocks, geometry.block_tokens, geometry.dtype)
+    metrics.set_cache_info(geometry.num_blocks, geometry.block_tokens, geometry.dtype)
     _report_engine_kind(context.settings, metrics)
     return engine
 

@@ -85,8 +85,6 @@ def read_headers(
 
 def _priority(headers: Mapping[str, str], objectives: Mapping[str, int]) -> int:
     """Return the priority of the objective that the call names, as llm-d does: unknown ones 0."""
-    if not objectives:
-        return 0
     named = (headers.get(name, "") for name in _OBJECTIVES)
     return objectives.get(next(filter(None, named), ""), 0)
 

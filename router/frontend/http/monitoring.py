@@ -7,7 +7,7 @@ Routers of one host share the port, and each answers for all.
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
@@ -21,15 +21,7 @@ from router.frontend.http.protocol import server_config
 from router.frontend.http.web_pages import PROBES
 from router.process import Process
 
-_PAGE = "/metrics"
 _LIMITS = ClientLimitsConfig(max_connections=64)
-
-
-class _MonitoringServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the server for clients."""
-        yield
 
 
 class _OnlyMonitoring:
@@ -38,12 +30,12 @@ class _OnlyMonitoring:
         self._token = process.core.fleet_token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in (_PAGE, *PROBES) or scope["method"] not in ("GET", "HEAD"):
+        if scope["path"] not in ("/metrics", *PROBES) or scope["method"] not in ("GET", "HEAD"):
             await PlainTextResponse("see /metrics and /health\n", 404)(scope, receive, send)
             return
         kept = [field for field in scope["headers"] if field[0] == b"accept"]
         headers = [(b"host", b"localhost"), *kept]
-        if scope["path"] == _PAGE:
+        if scope["path"] == "/metrics":
             headers.append((b"authorization", b"Bearer " + self._token.shown.encode()))
         await self._app({**scope, "headers": headers, "query_string": b""}, receive, send)
 
@@ -64,8 +56,12 @@ async def monitoring(
     options = server_config(
         _OnlyMonitoring(app, process), Metrics("router"), _LIMITS, lifespan="off", **tls
     )
-    listener = _shared_listener(config)
-    server = _MonitoringServer(options)
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    shared = hasattr(socket, "SO_REUSEPORT")
+    address = (config.host, config.port)
+    listener = socket.create_server(address, family=family, reuse_port=shared)
+    server = uvicorn.Server(options)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]
     serving = process.tasks.spawn(server.serve([listener]), "monitoring")
     try:
         yield int(listener.getsockname()[1])
@@ -73,9 +69,3 @@ async def monitoring(
         server.should_exit = server.force_exit = True
         await serving
         listener.close()
-
-
-def _shared_listener(config: MonitoringConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    shared = hasattr(socket, "SO_REUSEPORT")
-    return socket.create_server((config.host, config.port), family=family, reuse_port=shared)

@@ -17,7 +17,6 @@ import msgspec
 from fastapi import HTTPException, Query, Request, Response
 
 from baton.telemetry import openmetrics
-from baton.telemetry.cache_info import set_cache_info
 from baton.telemetry.version import version
 from baton.types.errors import UnavailableError
 from baton.types.geometry import BLOCK_TOKENS
@@ -153,6 +152,21 @@ def _add_fleet(api: Endpoints, router: Process) -> None:
 
 
 def _add_requests(api: Endpoints, router: Process) -> None:
+    @api.get("/server_info", include_in_schema=False)
+    async def server_info(request: Request, config_format: str = "text") -> dict[str, Any]:
+        """Return the main settings of each model under vLLM's names."""
+        router.access.check_operator(request.headers)
+        config = {
+            lane.model.names[0]: {
+                "model_config": {"max_model_len": lane.model.max_context_tokens},
+                "scheduler_config": {"max_num_seqs": lane.settings.window_requests},
+                "cache_config": {"block_size": BLOCK_TOKENS},
+            }
+            for lane in router.lanes
+        }
+        shown = config if config_format == "json" else str(config)
+        return {"vllm_config": shown, "vllm_env": {}, "system_env": {"baton": version()}}
+
     @api.get("/fleet/requests")
     async def requests(
         request: Request, limit: Annotated[int, Query(ge=1, le=500)] = 50, order: Order = "newest"
@@ -250,7 +264,7 @@ def _set_gauges(router: Process) -> None:
     router.metrics.set("baton_fleet_running_requests", running)
     router.metrics.set("baton_fleet_waiting_requests", waiting)
     router.metrics.set("baton_fleet_kv_usage_ratio", leased_blocks / max(total_blocks, 1))
-    set_cache_info(router.metrics, total_blocks, BLOCK_TOKENS)
+    router.metrics.set_cache_info(total_blocks, BLOCK_TOKENS)
     _set_adapter_info(router)
     hashes = sum(lane.prefix_index.total_hashes for lane in router.lanes)
     router.metrics.set("baton_prefix_index_hashes", hashes)
