@@ -239,6 +239,8 @@ def _hand_off(
             capability=source.capability,
         ),
         traceparent=request.traceparent,
+        tracestate=request.tracestate,
+        baggage=request.baggage,
         router_id=request.router_id,
         lease_ms=request.lease_ms,
         kv_share=request.kv_share,

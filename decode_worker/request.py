@@ -9,7 +9,7 @@ from batonpb import decode_pb2 as pb
 from baton.engine.core.sequence import Kind
 from baton.engine.process import messages
 from baton.telemetry.prefix_tokens import count_cached
-from baton.telemetry.tracing import extract, inject
+from baton.telemetry.tracing import extract, inject, tracestate_of
 from baton.types import events as ev
 from baton.types.errors import BatonError, DeadlineError, UnavailableError, from_code
 from baton.types.geometry import BLOCK_TOKENS
@@ -53,10 +53,12 @@ class DecodeRequest:
         self._committed_ns = 0  # Unix time
         self._times = pb.RequestTimes()
         self._span = parts.tracing.tracer.start_span(
-            "baton.decode", context=extract(submission.traceparent)
+            "baton.decode", context=extract(submission.traceparent, submission.tracestate)
         )
         self._span.set_attribute("baton.worker_id", parts.identity.worker_id)
-        submission.traceparent = inject(self._span) or submission.traceparent
+        if traceparent := inject(self._span):
+            submission.traceparent = traceparent
+            submission.tracestate = tracestate_of(self._span)
         self._handoff: ReceivedHandoff | None = None
         self._needed: pb.PrefillNeeded | None = None  # the last one sent
         if submission.HasField("prefill"):
@@ -321,7 +323,7 @@ class DecodeRequest:
             return
         span = self._parts.tracing.tracer.start_span(
             "baton.transfer",
-            context=extract(self.submission.traceparent),
+            context=extract(self.submission.traceparent, self.submission.tracestate),
             start_time=self._committed_ns - duration_ns,
         )
         span.set_attribute("baton.transfer_bytes", self._times.transfer_bytes)

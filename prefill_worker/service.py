@@ -164,7 +164,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if len(self._attempts) > _REMEMBERED_ATTEMPTS:
             self._attempts.popitem(last=False)
         handoff_span = self._tracing.tracer.start_span(
-            "baton.prefill", context=extract(start.traceparent)
+            "baton.prefill", context=extract(start.traceparent, start.tracestate)
         )
         handoff_span.set_attribute("baton.prompt_tokens", len(prompt))
         handoff_span.set_attribute("baton.worker_id", self._identity.worker_id)

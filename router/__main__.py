@@ -41,6 +41,7 @@ from router.frontend.group.group import RouterGroup
 from router.frontend.group.member import Member
 from router.frontend.http.acceptor import MAX_HANDSHAKES
 from router.frontend.http.certificate import LiveCertificate
+from router.frontend.http.monitoring import monitoring
 from router.frontend.http.places import capacity
 from router.frontend.http.protocol import server_config
 from router.frontend.http.server import RouterServer
@@ -132,45 +133,58 @@ async def serve(
         Sources.of(settings, registry, export.emit),
     )
     metrics = process.metrics
-    registry.on_skipped = lambda _: metrics.inc("baton_registry_records_skipped")
-    metrics.before_page.append(lambda: _show_registry(metrics, registry))
-    group = RouterGroup(member, metrics, process.observer.task_failed) if member else None
-    if member is not None:
-        process.past_reports.file = member.folder / f"{member.index}.reports"
+    _observe_registry(metrics, registry)
     app: ASGIApp = build_app(process)
-    options: dict[str, Any] = {}
-    if settings.https is not None:
-        certificate = LiveCertificate(settings.https)
-        process.tasks.keep(certificate.follow, "certificate")
-        options["ssl_context_factory"] = lambda *_: certificate.context
+    group = None
+    if member is not None:
+        group = RouterGroup(member, metrics, process.observer.task_failed)
+        process.past_reports.file = member.folder / f"{member.index}.reports"
+        app = group.around(app)
+    options = _https_options(process)
+    config = server_config(
+        app,
+        metrics,
+        settings.clients,
+        host=settings.host,
+        port=settings.port,
+        loop="uvloop",
+        timeout_graceful_shutdown=_GRACE_S,
+        **options,
+    )
     server = RouterServer(
-        server_config(
-            app if group is None else group.around(app),
-            metrics,
-            settings.clients,
-            host=settings.host,
-            port=settings.port,
-            loop="uvloop",
-            timeout_graceful_shutdown=_GRACE_S,
-            **options,
-        ),
+        config,
         group,
         leave_limit_s=settings.default_timeout_s,
         count_failure=process.observer.task_failed,
     )
     process.tasks.spawn(speed_up(process), "speed up")
-    own = [member.own_socket] if member is not None else list(sockets)
-    async with process.tasks.beside(_end_requests(server, process), "end requests"):
-        await server.serve(own or None)
+    async with (
+        monitoring(app, process, settings.clients.monitoring, **options),
+        process.tasks.beside(_end_requests(server, process), "end requests"),
+    ):
+        await server.serve([member.own_socket] if member is not None else list(sockets) or None)
     ended = past_reports(process.lanes.newest_first(), process.refused.newest_first())
     process.past_reports.keep(ended)
     await registry.close()
     export.close()
 
 
-def _show_registry(metrics: Metrics, registry: Registry) -> None:
-    metrics.set("baton_registry_connected", registry.connected)
-    metrics.count_up("baton_registry_errors", registry.errors)
+def _https_options(process: Process) -> dict[str, Any]:
+    """Return uvicorn's options for HTTPS with a certificate that follows its files."""
+    if process.settings.https is None:
+        return {}
+    certificate = LiveCertificate(process.settings.https)
+    process.tasks.keep(certificate.follow, "certificate")
+    return {"ssl_context_factory": lambda *_: certificate.context}
+
+
+def _observe_registry(metrics: Metrics, registry: Registry) -> None:
+    def show() -> None:
+        metrics.set("baton_registry_connected", registry.connected)
+        metrics.count_up("baton_registry_errors", registry.errors)
+
+    registry.on_skipped = lambda _: metrics.inc("baton_registry_records_skipped")
+    metrics.before_page.append(show)
 
 
 async def speed_up(process: Process) -> None:

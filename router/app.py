@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
 
+from baton.telemetry.metric_export import MetricExport
 from router.endpoint_picker.server import PickerServer
 from router.frontend import errors
 from router.frontend.api import generation, models
@@ -49,7 +50,9 @@ def build_app(process: Process) -> FastAPI:
     async def running(app: FastAPI) -> AsyncIterator[None]:
         picks = process.settings.picker_port > 0
         picker = PickerServer(process).running() if picks else contextlib.nullcontext()
-        async with process.running(), picker:
+        export = MetricExport(process.metrics, process.refresh_gauges)
+        exporting = process.tasks.beside(export.run(), "metrics export")
+        async with process.running(), picker, exporting:
             if process.sources is not None:
                 GateWatch(process, process.sources.gates).start()
             store = batch.store_of(process)

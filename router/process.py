@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from router.routing.reports.past_reports import PastReports
 from router.routing.reports.refusals import RefusedRequests
 from router.routing.reports.request_log import RequestLog
 from router.routing.requests.call import CallObservers
+from router.routing.requests.gen_ai_metrics import GenAiMetrics
 from router.routing.requests.observer import Observer
 from router.served_model import ServedModel
 from router.settings import LaneSettings
@@ -55,6 +56,7 @@ class Process:
         routes: Table that leads names to lanes.
         gates: Gates of the canaries and shadows in this table.
         observers: What happens about each call besides its answer.
+        refresh_gauges: Sets the gauges that are computed only when metrics are read.
         keys: Exchange of the API keys of ``baton keys``; None without Redis.
         limits: Limits of tenants; None without Redis.
     """
@@ -75,12 +77,15 @@ class Process:
         self.access = AccessControl(api_keys, core.fleet_token, core.policies, tokens)
         self.sources = sources
         self.audit = sources.audit if sources is not None else None
-        self.metrics = metrics = Metrics("router", model=model.names[0])
+        self.metrics = metrics = Metrics(
+            "router", model=model.names[0], context_tokens=model.max_context_tokens
+        )
+        self.refresh_gauges: Callable[[], None] = lambda: None
         metrics.set("baton_worker_price_per_hour", first.price_per_hour)
         self.observer = Observer(metrics)
         count_failure = self.observer.task_failed
         self.tasks = BackgroundTasks("router", count_failure)
-        self.tracing = Tracing("router")
+        self.tracing = Tracing("router", settings.host, settings.port)
         self.lanes = LaneTable([Lane(core, *lane, self.observer, self.tasks) for lane in lanes])
         self.router_id = self.lanes.first.gateway.router_id
         self.gates = GateBook()
@@ -105,6 +110,7 @@ class Process:
                 self.quotas.ended,
                 self.usage_counter.ended,
                 self.observer.ended,
+                GenAiMetrics(metrics, settings.host, settings.port).ended,
                 Canaries(self.gates).ended,
             ),
         )

@@ -81,7 +81,7 @@ class GenerationRequest:
         pinned: Workers to use; only for probes.
         shadow: Whether it is a copy of a client's request, which is a probe that may run on any
             workers.
-        traceparent: Parent of the spans at the workers.
+        traceparent: Parent of the spans at the workers, with W3C's ``tracestate`` and ``baggage``.
         pooling: Pooling of the prompt's hidden states; empty: tokens are generated instead.
         prompt_logprobs_only: Whether only the prompt's logprobs are returned, without the one
             token that is sampled.
@@ -93,6 +93,7 @@ class GenerationRequest:
         expected_tokens: Length of the response that the client expects; 0: not given.
         session: Conversation to which the client says that it belongs.
         hints: Hints of the client about its KV and its turn.
+        flow: Group of requests that take turns within their tenant; empty: its session.
         prompt_change: Difference of its prompt from an earlier one of its session.
         past_baton: Whether a gateway sends it, as the client did, to the server that is chosen.
             Then ``cache_scope`` is the client's salt, and reports of workers do not show it.
@@ -120,6 +121,8 @@ class GenerationRequest:
     pinned: Pinned | None = None
     shadow: bool = False
     traceparent: str = ""
+    tracestate: str = ""
+    baggage: str = ""
     pooling: str = ""
     prompt_logprobs_only: bool = False
     goes_on: bool = False
@@ -130,6 +133,7 @@ class GenerationRequest:
     expected_tokens: int = 0
     session: Session = NO_SESSION
     hints: Hints = NO_HINTS
+    flow: str = ""
     prompt_change: PromptChange | None = field(default=None, repr=False)
     past_baton: bool = False
     among: frozenset[str] | None = None

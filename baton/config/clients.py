@@ -1,5 +1,6 @@
 """Fleet file section on clients: API keys, timeouts, HTTPS, stored responses."""
 
+from collections.abc import Mapping
 from ipaddress import ip_network
 from typing import Annotated, Literal
 
@@ -13,7 +14,12 @@ from pydantic import (
 
 from baton.config.batch import BatchConfig
 from baton.config.identity import OidcConfig
-from baton.config.network import HttpsConfig, plain_text_problem, require_absolute
+from baton.config.network import (
+    HttpsConfig,
+    MonitoringConfig,
+    plain_text_problem,
+    require_absolute,
+)
 from baton.config.section import Section
 
 ANY_ORIGIN = "*"
@@ -21,6 +27,7 @@ KEYS_IN_REDIS = "redis"
 
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s*?#]+)$")]
 ServedHost = Annotated[str, StringConstraints(to_lower=True, pattern=r"^[A-Za-z0-9_.-]{1,253}$")]
+Objective = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,253}$")]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
@@ -54,7 +61,8 @@ class ApiKeyConfig(Section):
 
     Attributes:
         role: An ``operator`` can also use ``/metrics``, ``/fleet`` and every tenant's requests.
-            ``user`` is an older name of ``tenant``.
+            ``metrics`` reads ``/metrics`` and nothing else. ``user`` is an older name of
+            ``tenant``.
         adapters: Adapters of the key. ``own`` lets it load and unload LoRA adapters from the
             tenant's folder below ``adapters.folder``, which only its tenant can use.
         min_priority: Lowest (most urgent) ``priority`` that its requests may set.
@@ -63,7 +71,7 @@ class ApiKeyConfig(Section):
     """
 
     tenant: Tenant = "default"  # owner of the requests, for fairness and caches
-    role: Literal["tenant", "operator"] = "tenant"
+    role: Literal["tenant", "operator", "metrics"] = "tenant"
     adapters: Literal["shared", "own"] = "shared"
     min_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     log_text: bool = False
@@ -116,6 +124,8 @@ class ClientLimitsConfig(Section):
         pinned_share: Part of a worker's KV blocks that each tenant's clients may keep cached
             longer by ``prompt_cache_retention`` and ``cache_control``; 0: these have no effect.
         tls: HTTPS certificate of the routers. Without it, they use plain text.
+        objectives: ``priority`` of requests that name an objective in llm-d's header
+            ``x-llm-d-inference-objective``, but not below their key's ``min_priority``.
         insecure: Confirms plain text to other hosts, such as behind a proxy that terminates
             TLS.
         api_keys_file: File with API keys, in place of ``api_keys``. It is read again when it
@@ -137,7 +147,9 @@ class ClientLimitsConfig(Section):
     pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     stored_responses: StoredResponsesConfig = StoredResponsesConfig()
     tls: HttpsConfig | None = None
+    monitoring: MonitoringConfig | None = None  # a port for /metrics and health, without a key
     insecure: bool = False
+    objectives: Mapping[Objective, Annotated[int, Field(ge=-(2**31), lt=2**31)]] = {}
     api_keys_file: KeysFile | None = None
     oidc: OidcConfig | None = None
 

@@ -25,6 +25,7 @@ from baton.config.external_engine import refuse_unsupported
 from baton.config.lane import AdaptersConfig, GatesConfig, LaneConfig, LaneName, ModelName
 from baton.config.logs import LogsConfig
 from baton.config.network import TlsFiles
+from baton.config.other_words import OTHER_WORDS, WITHOUT_MEANING
 from baton.config.pools import PoolsConfig
 from baton.config.section import Section, problem_of
 from baton.config.yaml_text import dotted
@@ -77,16 +78,8 @@ class FleetConfig(Section):
     redis: str = EMBEDDED
     logs: LogsConfig = LogsConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _move_log_dir(cls, value: object) -> object:
-        if not (isinstance(value, dict) and "log_dir" in value):
-            return value
-        rest = {name: item for name, item in value.items() if name != "log_dir"}
-        logs = rest.get("logs", {})
-        if not isinstance(logs, dict) or "dir" in logs:
-            raise ValueError("log_dir is an older name of `logs: {dir: …}`: remove one of them")
-        return {**rest, "logs": {**logs, "dir": value["log_dir"]}}
+    removed = WITHOUT_MEANING
+    other_words = OTHER_WORDS
 
     @field_validator("served_model_name", mode="before")
     @classmethod
@@ -119,6 +112,14 @@ class FleetConfig(Section):
         clients = info.data.get("clients")
         if clients is not None and (problem := clients.plain_text_problem(value)):
             raise ValueError(problem)
+        return value
+
+    @field_validator("port")
+    @classmethod
+    def _monitoring_has_its_own_port(cls, value: int, info: ValidationInfo) -> int:
+        clients = info.data.get("clients")
+        if clients is not None and clients.monitoring and clients.monitoring.port == value:
+            raise ValueError(f"is clients.monitoring.port too ({value}): choose another one")
         return value
 
     @field_validator("api_keys")

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
 from baton.config.clients import SloConfig
+from baton.config.other_words import OTHER_WORDS, WITHOUT_MEANING
 from baton.config.pools import PoolsConfig
 from baton.config.section import Section
 from baton.types.trust import TrustRules
@@ -67,6 +68,8 @@ class LaneConfig(Section):
     pools: PoolsConfig = PoolsConfig()
     slo: SloConfig | None = None
     gates: GatesConfig = GatesConfig()
+    removed = WITHOUT_MEANING
+    other_words = OTHER_WORDS
 
     def over(self, fleet: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of the fleet file with those of this lane in their place.

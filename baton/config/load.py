@@ -25,6 +25,7 @@ from baton.config.fleet_file import FleetConfig
 from baton.config.identity import OidcConfig
 from baton.config.lane import AdaptersConfig, GatesConfig, LaneConfig
 from baton.config.network import FleetTlsConfig, HttpsConfig
+from baton.config.other_words import own_path
 from baton.config.pools import EngineConfig, KvTiersConfig, PoolsConfig, TensorParallelConfig
 from baton.config.section import problem_of
 from baton.config.yaml_text import KeyPath, YamlTextError, dotted, parse_yaml
@@ -77,7 +78,8 @@ def load_config(
         parsed = parse_yaml(text, "a fleet file", _redact)
     except YamlTextError as error:
         raise ConfigError(f"{file}:{error}") from error
-    source = _Source(parsed.lines, str(file))
+    lines = {own_path(path): line for path, line in parsed.lines.items()} | parsed.lines
+    source = _Source(lines, str(file))
     changes = dict(overrides or {})
     config = _validated(parsed.data, source)
     if changes:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from pydantic import AfterValidator, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
 from baton.config.section import Section
 
@@ -56,6 +56,17 @@ class HttpsConfig(Section):
 
     certificate: AbsoluteFile  # absolute path of the certificate on every router's host
     key: AbsoluteFile  # absolute path of the certificate's key
+
+
+class MonitoringConfig(Section):
+    """Port for `/metrics` and the health probes alone, which needs no key.
+
+    It uses ``clients.tls`` if that is set. Bind it where only the monitoring can reach it: metrics
+    name tenants.
+    """
+
+    port: Annotated[int, Field(ge=1, le=65_535)]
+    host: Annotated[str, StringConstraints(min_length=1)] = "127.0.0.1"
 
 
 def fleet_host_name(fleet: str) -> str:

@@ -7,24 +7,28 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from baton.config.other_words import respelled
+
 
 class Section(BaseModel):
     """Immutable section that refuses unknown keys and wrong types.
 
     Attributes:
         removed: Keys of earlier versions, and what to write instead.
+        other_words: Other spellings of keys.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     removed: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    other_words: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_removed_keys(cls, value: Any) -> Any:
+    def _refuse_removed_and_respell(cls, value: Any) -> Any:
         for key, instead in cls.removed.items():
             if isinstance(value, dict) and key in value:
                 raise ValueError(f"`{key}` is not supported: {instead}")
-        return value
+        return respelled(value, cls.other_words) if isinstance(value, dict) else value
 
 
 _LIMITS = {

@@ -4,11 +4,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from baton.telemetry.otlp import exporter_of, is_on, resource_of
+
 if TYPE_CHECKING:
     from opentelemetry.sdk._logs import LoggerProvider
-    from opentelemetry.sdk._logs.export import LogRecordExporter
-
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_LOGS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 class LogExport:
@@ -39,35 +38,11 @@ class LogExport:
 
 
 def _provider(component: str, environ: Mapping[str, str]) -> "LoggerProvider | None":
-    if not any(environ.get(name) for name in _ENDPOINTS):
+    if not is_on("LOGS", environ):
         return None
-    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        return None
-    if environ.get("OTEL_LOGS_EXPORTER", "otlp") == "none":
-        return None
-    # Imported here: most processes have no endpoint, and the SDK costs 100 ms and 10 MB.
     from opentelemetry.sdk._logs import LoggerProvider
     from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
-    from opentelemetry.sdk.resources import Resource
 
-    named = environ.get("OTEL_SERVICE_NAME") or "service.name=" in environ.get(
-        "OTEL_RESOURCE_ATTRIBUTES", ""
-    )
-    attributes = {} if named else {"service.name": f"baton-{component}"}
-    provider = LoggerProvider(resource=Resource.create(attributes))
-    provider.add_log_record_processor(BatchLogRecordProcessor(_exporter(environ)))
+    provider = LoggerProvider(resource=resource_of(component, environ))
+    provider.add_log_record_processor(BatchLogRecordProcessor(exporter_of("LOGS", environ)))
     return provider
-
-
-def _exporter(environ: Mapping[str, str]) -> "LogRecordExporter":
-    # Both exporters read endpoint and headers from the environment.
-    protocol = environ.get("OTEL_EXPORTER_OTLP_LOGS_PROTOCOL") or environ.get(
-        "OTEL_EXPORTER_OTLP_PROTOCOL"
-    )
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc import _log_exporter as over_grpc
-
-        return over_grpc.OTLPLogExporter()
-    from opentelemetry.exporter.otlp.proto.http import _log_exporter as over_http
-
-    return over_http.OTLPLogExporter()

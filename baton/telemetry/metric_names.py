@@ -1,8 +1,7 @@
 """Every metric that Baton exports, declared in one table.
 
-Names start with ``baton_`` and contain their unit. ``vllm:*`` aliases exist for names that people
-already graph. To add a metric, declare it here and record it in the code. To rename one, add the
-old name to `DEPRECATED_NAMES`, so that it is exported for one more version.
+Names start with ``baton_`` and contain their unit; ``vllm_names.py`` has those of vLLM. To add a
+metric, declare it here and record it in the code.
 """
 
 from typing import Literal, NamedTuple
@@ -20,10 +19,8 @@ _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384,
 class MetricSpec(NamedTuple):
     """Declaration of one metric. Counters omit ``_total``, which the exposition adds.
 
-    ``vllm`` is the alias of all series. ``vllm_by_label`` has pairs (value of the only label,
-    alias) where vLLM has a metric of its own for one series here. ``from_start`` has values of the
-    only label whose series exist before the first event: a rate over a series that appears with
-    its first event misses that event.
+    ``from_start`` has values of the only label whose series exist before the first event: a rate
+    over a series that appears with its first event misses that event.
 
     ``together`` combines the gauges of several routers that share a port. Most gauges describe the
     fleet, which each router sees whole, so the largest is taken; ``sum`` is for a router's own.
@@ -33,47 +30,30 @@ class MetricSpec(NamedTuple):
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
-    vllm: str | None = None
-    vllm_by_label: tuple[tuple[str, str], ...] = ()
     from_start: tuple[str, ...] = ()
     together: Together = "max"
 
 
-def _count(
-    text: str,
-    *labels: str,
-    vllm: str | None = None,
-    vllm_by_label: tuple[tuple[str, str], ...] = (),
-    from_start: tuple[str, ...] = (),
-) -> MetricSpec:
-    return MetricSpec("counter", text, labels, (), vllm, vllm_by_label, from_start)
+def _count(text: str, *labels: str, from_start: tuple[str, ...] = ()) -> MetricSpec:
+    return MetricSpec("counter", text, labels, (), from_start)
 
 
-def _gauge(
-    text: str, *labels: str, vllm: str | None = None, together: Together = "max"
-) -> MetricSpec:
-    return MetricSpec("gauge", text, labels, vllm=vllm, together=together)
+def _gauge(text: str, *labels: str, together: Together = "max") -> MetricSpec:
+    return MetricSpec("gauge", text, labels, together=together)
 
 
-def _seconds(
-    text: str,
-    *labels: str,
-    vllm: str | None = None,
-    vllm_by_label: tuple[tuple[str, str], ...] = (),
-) -> MetricSpec:
-    return MetricSpec("histogram", text, labels, _SECONDS, vllm, vllm_by_label)
+def _seconds(text: str, *labels: str) -> MetricSpec:
+    return MetricSpec("histogram", text, labels, _SECONDS)
 
 
-def _sizes(text: str, *labels: str, vllm: str | None = None) -> MetricSpec:
-    return MetricSpec("histogram", text, labels, _COUNTS, vllm)
+def _sizes(text: str, *labels: str) -> MetricSpec:
+    return MetricSpec("histogram", text, labels, _COUNTS)
 
 
 # Requests as the router sees them. Durations are measured on the router's clock only.
 REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_requests": _count("Finished requests by HTTP status.", "endpoint", "status", "tenant"),
-    "baton_finished_choices": _count(
-        "Finished choices by reason.", "reason", "tenant", vllm="request_success"
-    ),
+    "baton_finished_choices": _count("Finished choices by reason.", "reason", "tenant"),
     "baton_stored_responses": _count(
         "Responses of /v1/responses that clients asked to store, by result.",
         "result",
@@ -99,50 +79,34 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         "between_workers, transfer, decode, delivery, unattributed. They add up to "
         "baton_e2e_seconds.",
         "phase",
-        vllm_by_label=(
-            ("queue", "request_queue_time_seconds"),
-            ("prefill", "request_prefill_time_seconds"),
-            ("decode", "request_decode_time_seconds"),
-        ),
     ),
-    "baton_request_prompt_tokens": _sizes(
-        "Prompt tokens per request.", vllm="request_prompt_tokens"
-    ),
-    "baton_request_generation_tokens": _sizes(
-        "Output tokens per request.", vllm="request_generation_tokens"
-    ),
+    "baton_request_prompt_tokens": _sizes("Prompt tokens per request."),
+    "baton_request_generation_tokens": _sizes("Output tokens per request."),
+    "baton_request_longest_choice_tokens": _sizes("Output tokens of a request's longest choice."),
+    "baton_request_max_tokens": _sizes("Limit of output tokens per request (`max_tokens`)."),
+    "baton_request_computed_tokens": _sizes("Prompt tokens computed per request."),
+    "baton_request_choices": _sizes("Choices per request (`n`)."),
+    "baton_request_preemptions": _sizes("Preemptions per request."),
+    "baton_running_seconds": _seconds("Time of a request at workers, without waiting for them."),
     "baton_transfer_exposed_seconds": _seconds(
         "KV transfer time not hidden by computation: time from the first to the second token, less "
         "a median decode step."
     ),
     "baton_time_to_first_token_seconds": _seconds(
-        "Time from arrival at the router to the first byte of content sent.",
-        "tenant",
-        vllm="time_to_first_token_seconds",
+        "Time from arrival at the router to the first byte of content sent.", "tenant"
     ),
     "baton_time_to_second_token_seconds": _seconds("Time from arrival to the second token."),
-    "baton_inter_token_seconds": _seconds(
-        "Time between two tokens of a request.", vllm="inter_token_latency_seconds"
-    ),
+    "baton_inter_token_seconds": _seconds("Time between two tokens of a request."),
     "baton_time_per_output_token_seconds": _seconds(
-        "Mean time per output token of a request: (last token - first token) / (n - 1).",
-        "tenant",
-        vllm="request_time_per_output_token_seconds",
+        "Mean time per output token of a request: (last token - first token) / (n - 1).", "tenant"
     ),
-    "baton_e2e_seconds": _seconds(
-        "Time from arrival to the last byte sent.", "tenant", vllm="e2e_request_latency_seconds"
-    ),
-    "baton_prompt_tokens": _count("Prompt tokens of all requests.", "tenant", vllm="prompt_tokens"),
-    "baton_prefix_queries_tokens": _count(
-        "Prompt tokens looked up in a cache.", vllm="prefix_cache_queries"
-    ),
-    "baton_generation_tokens": _count(
-        "Output tokens of all requests.", "tenant", vllm="generation_tokens"
-    ),
+    "baton_e2e_seconds": _seconds("Time from arrival to the last byte sent.", "tenant"),
+    "baton_prompt_tokens": _count("Prompt tokens of all requests.", "tenant"),
+    "baton_prefix_queries_tokens": _count("Prompt tokens looked up in a cache."),
+    "baton_generation_tokens": _count("Output tokens of all requests.", "tenant"),
     "baton_prefix_tokens": _count(
         "Prompt tokens by source of their KV: local, memory, disk, pulled, peer, computed.",
         "source",
-        vllm_by_label=(("local", "prefix_cache_hits"),),
     ),
     "baton_changed_prompts": _count(
         "Prompts that differ from an earlier one of their session within it.", "tenant"
@@ -185,8 +149,7 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     ),
     "baton_role_turns": _gauge("Number of the last change of a worker's role in this fleet."),
     "baton_planner_wanted": _gauge(
-        "Workers by the planner, by role, also while it may not act; 0 without a planner.",
-        "role",
+        "Workers by the planner, by role, also while it may not act; 0 without a planner.", "role"
     ),
     "baton_planner_load_ratio": _gauge(
         "Needs ÷ workers of the fuller role, at the best split of the ready workers. From 1 on, "
@@ -204,6 +167,36 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         "Prompt tokens computed for responses that missed their latency limits."
     ),
     "baton_queue_limit_requests": _gauge("Queue limit; beyond it requests are rejected with 429."),
+}
+
+# By OpenTelemetry's conventions for generative AI, with their buckets and attributes.
+_GEN_AI = (
+    *("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"),
+    *("gen_ai_response_model", "server_address", "server_port"),
+)
+GEN_AI_METRICS: dict[str, MetricSpec] = {
+    "gen_ai_server_request_duration_seconds": MetricSpec(
+        "histogram",
+        "Time of a call from its arrival to its last byte (gen_ai.server.request.duration).",
+        (*_GEN_AI, "error_type"),
+        tuple(0.01 * 2**power for power in range(14)),
+    ),
+    "gen_ai_server_time_to_first_token_seconds": MetricSpec(
+        "histogram",
+        "Time to the first token of successful responses (gen_ai.server.time_to_first_token).",
+        _GEN_AI,
+        (
+            *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
+            *(7.5, 10.0),
+        ),
+    ),
+    "gen_ai_server_time_per_output_token_seconds": MetricSpec(
+        "histogram",
+        "Time per token after the first of successful responses "
+        "(gen_ai.server.time_per_output_token).",
+        _GEN_AI,
+        (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+    ),
 }
 
 # Decisions of the router, and failures around it.
@@ -248,15 +241,10 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
         "Batch lines: completed, failed.", "outcome", from_start=("completed", "failed")
     ),
     "baton_fleet_running_requests": _gauge(
-        "Requests in the batches of all workers, by their latest reports.",
-        vllm="num_requests_running",
+        "Requests in the batches of all workers, by their latest reports."
     ),
-    "baton_fleet_waiting_requests": _gauge(
-        "Requests waiting in this router and in all workers.", vllm="num_requests_waiting"
-    ),
-    "baton_fleet_kv_usage_ratio": _gauge(
-        "Share of KV blocks in use, over all workers.", vllm="kv_cache_usage_perc"
-    ),
+    "baton_fleet_waiting_requests": _gauge("Requests waiting in this router and in all workers."),
+    "baton_fleet_kv_usage_ratio": _gauge("Share of KV blocks in use, over all workers."),
     "baton_client_timeouts": _count(
         "Client connections closed for slowness, by phase: header, body, write.",
         "kind",
@@ -318,31 +306,22 @@ WORKER_METRICS: dict[str, MetricSpec] = {
         "tier",
         "reason",
     ),
-    "baton_kv_usage_ratio": _gauge("Share of KV blocks in use.", vllm="kv_cache_usage_perc"),
+    "baton_kv_usage_ratio": _gauge("Share of KV blocks in use."),
     "baton_kv_evictions": _count("Cached blocks evicted to make room."),
-    "baton_preemptions": _count("Requests preempted and recomputed.", vllm="num_preemptions"),
-    "baton_spec_drafts": _count(
-        "Sequence steps computed with draft tokens.", vllm="spec_decode_num_drafts"
-    ),
-    "baton_spec_draft_tokens": _count(
-        "Draft tokens proposed.", vllm="spec_decode_num_draft_tokens"
-    ),
-    "baton_spec_accepted_tokens": _count(
-        "Draft tokens accepted.", vllm="spec_decode_num_accepted_tokens"
-    ),
-    "baton_running_requests": _gauge("Requests in the batch.", vllm="num_requests_running"),
-    "baton_waiting_requests": _gauge(
-        "Requests waiting for admission to the batch.", vllm="num_requests_waiting"
-    ),
+    "baton_preemptions": _count("Requests preempted and recomputed."),
+    "baton_spec_drafts": _count("Sequence steps computed with draft tokens."),
+    "baton_spec_draft_tokens": _count("Draft tokens proposed."),
+    "baton_spec_accepted_tokens": _count("Draft tokens accepted."),
+    "baton_running_requests": _gauge("Requests in the batch."),
+    "baton_waiting_requests": _gauge("Requests waiting for admission to the batch."),
     "baton_step_seconds": _seconds("Time of an engine step: decode, prefill, mixed.", "kind"),
     "baton_batch_requests": _sizes("Requests per engine step."),
-    "baton_batch_tokens": _sizes(
-        "Tokens per engine step: prefill, decode.", "kind", vllm="iteration_tokens_total"
-    ),
+    "baton_batch_tokens": _sizes("Tokens per engine step: prefill, decode.", "kind"),
     "baton_prefix_tokens": _count(
         "Prompt tokens by source of their KV: local, memory, disk, pulled, peer, computed.",
         "source",
     ),
+    "baton_step_tokens": _sizes("Tokens per engine step, of prompts and responses."),
     "baton_grammar_mask_seconds": _seconds("Time per engine step to compute grammar masks."),
     "baton_prefix_pulls": _count(
         "Prefix pulls from other workers, by outcome: pulled, refused, late, abandoned.",
@@ -382,13 +361,6 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_chunks_repaired": _count("Damaged chunks that were pulled again."),
     "baton_orphans": _count("Requests ended because their lease lapsed."),
     "baton_quarantines": _count("Page ranges quarantined because a writer may still use them."),
-    "baton_adapter_requests_info": _gauge(
-        "Unix time; the labels name the LoRA adapters of live requests: loaded, not yet loaded.",
-        "max_lora",
-        "running_lora_adapters",
-        "waiting_lora_adapters",
-        vllm="lora_requests_info",
-    ),
     "baton_adapters_held": _gauge("LoRA adapters in memory."),
     "baton_adapter_loads": _count(
         "LoRA adapters read from disk: loaded, failed.", "adapter", "outcome"
@@ -403,6 +375,20 @@ WORKER_METRICS: dict[str, MetricSpec] = {
 
 # Routers and workers.
 COMMON_METRICS: dict[str, MetricSpec] = {
+    "baton_kv_cache_info": _gauge(
+        "Always 1; the labels have the size of the KV cache, of the fleet or one worker.",
+        "block_size",
+        "num_gpu_blocks",
+        "num_cpu_blocks",
+        "cache_dtype",
+        "enable_prefix_caching",
+    ),
+    "baton_adapter_requests_info": _gauge(
+        "Unix time; the labels name the LoRA adapters of live requests: loaded, not yet loaded.",
+        "max_lora",
+        "running_lora_adapters",
+        "waiting_lora_adapters",
+    ),
     "baton_build_info": _gauge("Always 1; the label is Baton's version.", "version"),
     "baton_engine_info": _gauge(
         "Always 1; the labels name the engine (real, emulated or vllm) and the timing model.",
@@ -423,26 +409,7 @@ COMMON_METRICS: dict[str, MetricSpec] = {
     ),
 }
 
-DEPRECATED_NAMES: dict[str, str] = {
-    "baton_mirror_names": "baton_prefix_index_hashes",
-    "baton_mirror_sequence_gaps": "baton_prefix_index_sequence_gaps",
-    "baton_mirror_snapshots": "baton_prefix_index_snapshots",
-}
-"""Old name -> new name. Code records the new one; both are exported for one version."""
-
-
-def _with_old_names(specs: dict[str, MetricSpec]) -> dict[str, MetricSpec]:
-    old = {
-        name: specs[new]._replace(
-            help=f"deprecated: use {new}", vllm=None, vllm_by_label=(), from_start=()
-        )
-        for name, new in DEPRECATED_NAMES.items()
-        if new in specs
-    }
-    return {**specs, **old}
-
-
 METRICS_BY_COMPONENT: dict[str, dict[str, MetricSpec]] = {
-    "router": _with_old_names({**REQUEST_METRICS, **ROUTER_METRICS, **COMMON_METRICS}),
-    "worker": _with_old_names({**WORKER_METRICS, **COMMON_METRICS}),
+    "router": {**REQUEST_METRICS, **GEN_AI_METRICS, **ROUTER_METRICS, **COMMON_METRICS},
+    "worker": {**WORKER_METRICS, **COMMON_METRICS},
 }

@@ -12,30 +12,25 @@ import contextlib
 import ssl
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    ProcessCollector,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from baton.addresses import join_address
-from baton.telemetry.histograms import Histogram
-from baton.telemetry.metric_names import DEPRECATED_NAMES, METRICS_BY_COMPONENT, MetricSpec
+from baton.telemetry.histograms import Histogram, add_up
+from baton.telemetry.metric_names import METRICS_BY_COMPONENT, MetricSpec
+from baton.telemetry.openmetrics import series_text
 from baton.telemetry.version import version
+from baton.telemetry.vllm_names import VLLM_SERIES, VllmSeries, finer_bounds
 
 MAX_LABEL_SETS = 256  # per metric; further label values are counted as "other"
 _OTHER = "other"
 _REQUEST_LIMIT_S = 5.0
 
 _Instrument = Counter | Gauge | Histogram
-_OLD_NAMES = {new: old for old, new in DEPRECATED_NAMES.items()}
 
 
 class Metrics:
@@ -43,24 +38,24 @@ class Metrics:
 
     A name that is not declared raises ``KeyError``, and labels that differ from the declaration
     raise ``ValueError``: both are programming errors. ``model`` is the served model name, for the
-    label of the ``vllm:*`` aliases.
+    label of the ``vllm:*`` series. Their buckets of tokens end at ``context_tokens``.
     """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, component: str, *, model: str = "") -> None:
+    def __init__(self, component: str, *, model: str = "", context_tokens: int = 1_000_000) -> None:
         self.component = component
         self._registry = CollectorRegistry(auto_describe=False)
         self._specs = METRICS_BY_COMPONENT[component]
         self._instruments = {
-            name: _instrument(name, spec, self._registry)
+            name: _instrument(name, spec, self._registry, finer_bounds(component, name))
             for name, spec in self._specs.items()
-            if name not in DEPRECATED_NAMES
         }
         self._children: dict[tuple[str, tuple[str, ...]], _Instrument] = {}
         self._found: dict[tuple[object, ...], _Instrument] = {}  # children, by call signature
         self._label_sets: dict[str, int] = {}
         self._model = model
+        self._context_tokens = context_tokens
         for name, spec in self._specs.items():
             for value in spec.from_start:
                 self._child(name, {spec.labels[0]: value})
@@ -104,9 +99,24 @@ class Metrics:
         gauge.clear()
         gauge.labels(**labels).set(value)
 
-    def observe(self, name: str, value: float, **labels: str) -> None:
-        """Add one value to a histogram."""
-        self.histogram(name, **labels).observe(value)
+    def set_cache_info(self, blocks: int, block_tokens: int, dtype: str = "auto") -> None:
+        """Export the number and size of the KV blocks of a fleet or a worker, as vLLM does."""
+        size = {"block_size": str(block_tokens), "num_gpu_blocks": str(blocks)}
+        kind = {"num_cpu_blocks": "0", "cache_dtype": dtype, "enable_prefix_caching": "True"}
+        self.set_info("baton_kv_cache_info", 1, **size, **kind)
+
+    def observe(self, name: str, value: float, *, trace_id: str = "", **labels: str) -> None:
+        """Add one value to a histogram; ``trace_id`` becomes the exemplar of its bucket."""
+        self.histogram(name, **labels).observe(value, trace_id=trace_id)
+
+    def exemplars(self) -> dict[str, Exemplar]:
+        """Return the exemplars of buckets, by series as on the page."""
+        return {
+            series_text(f"{name}_bucket", labels): exemplar
+            for name, instrument in self._instruments.items()
+            if isinstance(instrument, Histogram)
+            for labels, exemplar in instrument.exemplars()
+        }
 
     def histogram(self, name: str, **labels: str) -> Histogram:
         """Return one series of a histogram, for callers that observe once per token."""
@@ -123,20 +133,54 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return the page in Prometheus' text format."""
-        for show in self.before_page:
-            show()
-        page = generate_latest(_Page(self._instruments, self._specs, self._model))
-        return page + generate_latest(self._process)
+        return generate_latest(_Page(self.families)) + generate_latest(self._process)
 
     @property
     def together(self) -> dict[str, str]:
-        """Rule to combine the gauges of several routers, by name and alias."""
-        gauges = ((name, spec) for name, spec in self._specs.items() if spec.kind == "gauge")
-        return {
-            alias: spec.together
-            for name, spec in gauges
-            for alias in (name, *([f"vllm:{spec.vllm}"] if spec.vllm else []))
+        """Rule to combine the gauges of several routers, by name and name of vLLM."""
+        own: dict[str, str] = {
+            name: spec.together for name, spec in self._specs.items() if spec.kind == "gauge"
         }
+        alike = VLLM_SERIES[self.component]
+        return own | {series.full_name: own[series.of] for series in alike if series.of in own}
+
+    def families(self) -> Iterable[Metric]:
+        """Yield all families: own names, then those of vLLM.
+
+        Without the ``_created`` series, which double the page and are unused.
+        """
+        for show in self.before_page:
+            show()
+        own: dict[str, Metric] = {}
+        for name, instrument in self._instruments.items():
+            [family] = instrument.collect()
+            family.samples = [
+                sample for sample in family.samples if not sample.name.endswith("_created")
+            ]
+            own[name] = family
+            yield family
+        for series in VLLM_SERIES[self.component]:
+            yield self._vllm_family(series, own[series.of])
+
+    def _vllm_family(self, series: VllmSeries, own: Metric) -> Metric:
+        added = {"engine": "0", "model_name": self._model, **series.fixed}
+
+        def group(labels: Mapping[str, str]) -> Mapping[str, str] | None:
+            grouped = series.group_of(labels)
+            return None if grouped is None else {**added, **grouped}
+
+        instrument = self._instruments[series.of]
+        start = [{**added, **labels} for labels in series.groups]
+        name = series.full_name
+        text = self._specs[series.of].help
+        if isinstance(instrument, Histogram):
+            bounds = [
+                bound
+                for bound in series.buckets
+                if not series.is_capped or bound <= self._context_tokens
+            ]
+            return instrument.family(name, text, bounds, group, start)
+        return add_up(own, name, group, start, inverted=series.inverted)
 
     def _child(self, name: str, labels: Mapping[str, str]) -> _Instrument:
         found = self._found.get((name, *labels.items()))
@@ -164,58 +208,24 @@ class Metrics:
 
 
 class _Page(Collector):
-    """All exported families: own names, deprecated names, then ``vllm:*`` aliases."""
+    """Families of a page."""
 
-    def __init__(
-        self, instruments: Mapping[str, _Instrument], specs: Mapping[str, MetricSpec], model: str
-    ) -> None:
-        self._instruments = instruments
-        self._specs = specs
-        self._model = model
+    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
+        self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        """Yield families without the ``_created`` series, which double the page and are unused."""
-        for name, instrument in self._instruments.items():
-            for family in instrument.collect():
-                family.samples = [
-                    sample for sample in family.samples if not sample.name.endswith("_created")
-                ]
-                yield family
-                spec = self._specs[name]
-                if name in _OLD_NAMES:
-                    old = _OLD_NAMES[name]
-                    yield _renamed(family, old, self._specs[old].help)
-                model = {"model_name": self._model}
-                if spec.vllm is not None:
-                    yield _renamed(family, f"vllm:{spec.vllm}", spec.help, model)
-                for value, alias in spec.vllm_by_label:
-                    only = {spec.labels[0]: value}
-                    yield _renamed(family, f"vllm:{alias}", spec.help, model, only)
+        """Yield the families of the page in order."""
+        return self._families()
 
 
-def _renamed(
-    family: Metric,
-    name: str,
-    text: str,
-    added: Mapping[str, str] = MappingProxyType({}),
-    only: Mapping[str, str] = MappingProxyType({}),
-) -> Metric:
-    renamed = Metric(name, text, family.type)
-    for sample in family.samples:
-        if any(sample.labels[label] != value for label, value in only.items()):
-            continue
-        kept = {label: value for label, value in sample.labels.items() if label not in only}
-        suffix = sample.name.removeprefix(family.name)
-        renamed.add_sample(name + suffix, {**added, **kept}, sample.value)
-    return renamed
-
-
-def _instrument(name: str, spec: MetricSpec, registry: CollectorRegistry) -> _Instrument:
+def _instrument(
+    name: str, spec: MetricSpec, registry: CollectorRegistry, finer: Iterable[float]
+) -> _Instrument:
     if spec.kind == "counter":
         return Counter(name, spec.help, spec.labels, registry=registry)
     if spec.kind == "gauge":
         return Gauge(name, spec.help, spec.labels, registry=registry)
-    histogram = Histogram(name, spec.help, spec.labels, spec.buckets)
+    histogram = Histogram(name, spec.help, spec.labels, spec.buckets, finer)
     registry.register(histogram)
     return histogram
 
@@ -235,10 +245,7 @@ class MetricsServer:
 
 
 async def serve_metrics(
-    metrics: Metrics,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    tls: ssl.SSLContext | None = None,
+    metrics: Metrics, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None
 ) -> MetricsServer:
     """Serve ``metrics`` over HTTP, or over HTTPS with ``tls``; port 0 chooses a free one."""
 

@@ -5,25 +5,29 @@ with tracing.tracer.start_as_current_span("prefill", context=extract(traceparent
     submit(traceparent=inject(span))
 """
 
-import logging
 import os
+import re
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.semconv.attributes.server_attributes import SERVER_ADDRESS, SERVER_PORT
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from baton.telemetry.otlp import exporter_of, is_on, resource_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-_LOG = logging.getLogger(__name__)
+MAX_PASSED = 8192  # characters of `baggage`: W3C's limit
+_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-[0-9a-f]{16}-([0-9a-f]{2})")
 
 
 class Tracing:
-    """Tracer of one component.
+    """Tracer of one component; ``server`` has the attributes of the address that it listens on.
 
     Without an OTLP endpoint in the environment spans cost nothing, but an incoming trace context
     still passes through ``inject``. Standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT``,
@@ -33,7 +37,8 @@ class Tracing:
     ``OTEL_BSP_*``, ``OTEL_SDK_DISABLED``.
     """
 
-    def __init__(self, component: str) -> None:
+    def __init__(self, component: str, host: str = "", port: int = 0) -> None:
+        self.server: dict[str, str | int] = {SERVER_ADDRESS: host, SERVER_PORT: port}
         self._pipeline = _pipeline(component, os.environ)
         self.tracer: trace.Tracer = (
             self._pipeline[0].get_tracer(f"baton.{component}")
@@ -56,44 +61,25 @@ class Tracing:
 def _pipeline(
     component: str, environ: Mapping[str, str]
 ) -> "tuple[TracerProvider, SpanExporter] | None":
-    endpoints = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    if not any(environ.get(name) for name in endpoints):
+    if not is_on("TRACES", environ):
         return None
-    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        return None
-    if environ.get("OTEL_TRACES_EXPORTER", "otlp") == "none":
-        return None
-    # Imported here: most processes have no endpoint, and the SDK costs 100 ms and 10 MB.
-    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    named = environ.get("OTEL_SERVICE_NAME") or "service.name=" in environ.get(
-        "OTEL_RESOURCE_ATTRIBUTES", ""
-    )
-    attributes = {} if named else {"service.name": f"baton-{component}"}
-    provider = TracerProvider(resource=Resource.create(attributes))
-    exporter = _exporter(environ)
+    provider = TracerProvider(resource=resource_of(component, environ))
+    exporter = exporter_of("TRACES", environ)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider, exporter
 
 
-def _exporter(environ: Mapping[str, str]) -> "SpanExporter":
-    # Both exporters read endpoint and headers from the environment.
-    protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get(
-        "OTEL_EXPORTER_OTLP_PROTOCOL"
-    )
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc
+def passed_on(value: str) -> str:
+    """Return a client's ``tracestate`` or ``baggage``, or ``""`` if it is too long or no ASCII."""
+    return value if len(value) <= MAX_PASSED and value.isascii() and value.isprintable() else ""
 
-        return over_grpc.OTLPSpanExporter()
-    if protocol not in (None, "", "http/protobuf"):
-        _LOG.warning(
-            "OTLP protocol %r is not supported (grpc, http/protobuf): using http", protocol
-        )
-    from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
 
-    return over_http.OTLPSpanExporter()
+def tracestate_of(span: trace.Span) -> str:
+    """Return the W3C ``tracestate`` of a span."""
+    return span.get_span_context().trace_state.to_header()
 
 
 def inject(span: trace.Span | None = None) -> str:
@@ -106,8 +92,17 @@ def inject(span: trace.Span | None = None) -> str:
     return carrier.get("traceparent", "")
 
 
-def extract(traceparent: str) -> Context:
+def extract(traceparent: str, tracestate: str = "") -> Context:
     """Return the parent context for a child span; empty for ``""`` or an invalid value."""
     if not traceparent:
         return Context()
-    return TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())
+    carrier = {"traceparent": traceparent}
+    if tracestate:
+        carrier["tracestate"] = tracestate
+    return TraceContextTextMapPropagator().extract(carrier, Context())
+
+
+def sampled_trace_id(traceparent: str) -> str:
+    """Return the trace id if its spans are recorded, for exemplars, or ``""``."""
+    form = _TRACEPARENT.fullmatch(traceparent) if traceparent else None
+    return form[1] if form is not None and int(form[2], 16) & 1 else ""

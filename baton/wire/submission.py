@@ -15,6 +15,12 @@ from baton.engine.process.messages import Submit
 from baton.wire.codecs import adapter_from_wire, sampling_from_wire
 from baton.wire.tokens import unpack_tokens
 
+_SAME = (
+    *("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant"),
+    *("hash_seed", "deadline_remaining_ns", "traceparent", "tracestate", "baggage", "lease_ms"),
+    *("probe", "router_id", "pooling", "prefix_then", "kv_share"),
+)
+
 
 def replace_prefix(submission: Submission, replacement: PrefillReplacement) -> None:
     """Replace the prefix sources, whose capabilities are valid for one reader only."""
@@ -37,31 +43,17 @@ def prefill_start(
 
     The reservation has the ``generation``. Decode already has ``skip_blocks`` leading blocks.
     """
+    same = {name: getattr(submission, name) for name in _SAME}
     return PrefillStart(
-        request_id=submission.request_id,
-        attempt=submission.attempt,
-        ticket=submission.ticket,
-        priority=submission.priority,
-        prompt_tokens=submission.prompt_tokens,
-        sampling=submission.sampling,
-        tenant=submission.tenant,
-        hash_seed=submission.hash_seed,
-        deadline_remaining_ns=submission.deadline_remaining_ns,
-        traceparent=submission.traceparent,
-        lease_ms=submission.lease_ms,
+        **same,
         skip_blocks=skip_blocks,
         expected_incarnation=target.incarnation,
         decode_incarnation=sender.incarnation,
         decode_worker_id=sender.worker_id,
         generation=generation,
-        probe=submission.probe,
         adapter=submission.adapter if submission.HasField("adapter") else None,
-        router_id=submission.router_id,
-        pooling=submission.pooling,
         prefix=submission.prefix if submission.HasField("prefix") else None,
-        prefix_then=submission.prefix_then,
         held_only=target.held_only,
-        kv_share=submission.kv_share,
         retention=submission.retention if submission.HasField("retention") else None,
     )
 

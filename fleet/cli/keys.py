@@ -43,8 +43,10 @@ _IdArgument = Annotated[str, typer.Argument(help="Id of the key, the second part
 @dataclass(frozen=True, kw_only=True)
 class _Rights:
     role: Annotated[
-        Literal["tenant", "operator"],
-        typer.Option(help="`operator` may also read metrics and manage the fleet."),
+        Literal["tenant", "operator", "metrics"],
+        typer.Option(
+            help="`operator` may also read metrics and manage the fleet, `metrics` only read them."
+        ),
     ] = "tenant"
     adapters: Annotated[
         Literal["shared", "own"],

@@ -69,6 +69,7 @@ class EngineMetrics:
         if step.mask_ns:
             metrics.observe("baton_grammar_mask_seconds", step.mask_ns / 1e9)
         metrics.observe("baton_batch_requests", step.running)
+        metrics.observe("baton_step_tokens", step.prompt_tokens + step.decode_rows)
         metrics.observe("baton_batch_tokens", step.prompt_tokens, kind="prefill")
         metrics.observe("baton_batch_tokens", step.decode_rows, kind="decode")
 

@@ -123,6 +123,8 @@ async def start_engine(context: StartContext, stack: AsyncExitStack) -> EngineHa
     engine = await EngineHandle.start(engine_settings, _LOG.info, stderr, failure_counter(metrics))
     stack.push_async_callback(engine.client.stop)
     metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
+    geometry = engine.client.ready.geometry
+    metrics.set_cache_info(geometry.num_blocks, geometry.block_tokens, geometry.dtype)
     _report_engine_kind(context.settings, metrics)
     return engine
 

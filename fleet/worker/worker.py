@@ -24,6 +24,7 @@ from baton.registry.redis_store import Registry
 from baton.registry.types import Role, WorkerRecord
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.logs import set_up_logs
+from baton.telemetry.metric_export import MetricExport
 from baton.telemetry.metrics import Metrics
 from baton.telemetry.process_memory import WORKER_OBJECTS, collect_rarely
 from baton.telemetry.tasks import BackgroundTasks
@@ -90,6 +91,7 @@ class Worker:
         parts.metrics.before_page.append(self._show_registry)
         self._tasks = BackgroundTasks("worker", failure_counter(parts.metrics))
         self._vital(ALIVE.run(), "alive clock")
+        self._tasks.keep(MetricExport(parts.metrics).run, "metrics export")
         self._vital(parts.decode.tick_forever(), "decode tick")
         self._vital(parts.prefill.watch_leases(), "prefill leases")
         self._vital(self._watch_engine(), "engine")

@@ -62,7 +62,7 @@ class PrefillTarget(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., address: _Optional[str] = ..., transport: _Optional[str] = ..., held_only: _Optional[bool] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "hash_seed", "deadline_remaining_ns", "prefill", "traceparent", "router_id", "lease_ms", "probe", "adapter", "pooling", "prefix", "prefix_then", "kv_share", "retention", "emitted")
+    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "hash_seed", "deadline_remaining_ns", "prefill", "traceparent", "tracestate", "baggage", "router_id", "lease_ms", "probe", "adapter", "pooling", "prefix", "prefix_then", "kv_share", "retention", "emitted")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,8 @@ class Submission(_message.Message):
     DEADLINE_REMAINING_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    BAGGAGE_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +97,8 @@ class Submission(_message.Message):
     deadline_remaining_ns: int
     prefill: PrefillTarget
     traceparent: str
+    tracestate: str
+    baggage: str
     router_id: str
     lease_ms: int
     probe: bool
@@ -105,7 +109,7 @@ class Submission(_message.Message):
     kv_share: float
     retention: _common_pb2.Retention
     emitted: _containers.RepeatedCompositeFieldContainer[Emitted]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., hash_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., traceparent: _Optional[str] = ..., router_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., probe: _Optional[bool] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., pooling: _Optional[str] = ..., prefix: _Optional[_Union[_common_pb2.PrefixSource, _Mapping]] = ..., prefix_then: _Optional[_Iterable[_Union[_common_pb2.PrefixSource, _Mapping]]] = ..., kv_share: _Optional[float] = ..., retention: _Optional[_Union[_common_pb2.Retention, _Mapping]] = ..., emitted: _Optional[_Iterable[_Union[Emitted, _Mapping]]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., hash_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., baggage: _Optional[str] = ..., router_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., probe: _Optional[bool] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., pooling: _Optional[str] = ..., prefix: _Optional[_Union[_common_pb2.PrefixSource, _Mapping]] = ..., prefix_then: _Optional[_Iterable[_Union[_common_pb2.PrefixSource, _Mapping]]] = ..., kv_share: _Optional[float] = ..., retention: _Optional[_Union[_common_pb2.Retention, _Mapping]] = ..., emitted: _Optional[_Iterable[_Union[Emitted, _Mapping]]] = ...) -> None: ...
 
 class Emitted(_message.Message):
     __slots__ = ("token_ids", "finish_reason")

@@ -30,7 +30,7 @@ class PrefillControl(_message.Message):
     def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., cancel: _Optional[_Union[PrefillCancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "hash_seed", "deadline_remaining_ns", "traceparent", "lease_ms", "skip_blocks", "expected_incarnation", "decode_incarnation", "decode_worker_id", "generation", "probe", "router_id", "adapter", "pooling", "prefix", "prefix_then", "kv_share", "retention", "held_only")
+    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "hash_seed", "deadline_remaining_ns", "traceparent", "tracestate", "baggage", "lease_ms", "skip_blocks", "expected_incarnation", "decode_incarnation", "decode_worker_id", "generation", "probe", "router_id", "adapter", "pooling", "prefix", "prefix_then", "kv_share", "retention", "held_only")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,8 @@ class PrefillStart(_message.Message):
     HASH_SEED_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_REMAINING_NS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    BAGGAGE_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     SKIP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +68,8 @@ class PrefillStart(_message.Message):
     hash_seed: bytes
     deadline_remaining_ns: int
     traceparent: str
+    tracestate: str
+    baggage: str
     lease_ms: int
     skip_blocks: int
     expected_incarnation: bytes
@@ -81,7 +85,7 @@ class PrefillStart(_message.Message):
     kv_share: float
     retention: _common_pb2.Retention
     held_only: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., hash_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., traceparent: _Optional[str] = ..., lease_ms: _Optional[int] = ..., skip_blocks: _Optional[int] = ..., expected_incarnation: _Optional[bytes] = ..., decode_incarnation: _Optional[bytes] = ..., decode_worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., probe: _Optional[bool] = ..., router_id: _Optional[str] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., pooling: _Optional[str] = ..., prefix: _Optional[_Union[_common_pb2.PrefixSource, _Mapping]] = ..., prefix_then: _Optional[_Iterable[_Union[_common_pb2.PrefixSource, _Mapping]]] = ..., kv_share: _Optional[float] = ..., retention: _Optional[_Union[_common_pb2.Retention, _Mapping]] = ..., held_only: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., hash_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., baggage: _Optional[str] = ..., lease_ms: _Optional[int] = ..., skip_blocks: _Optional[int] = ..., expected_incarnation: _Optional[bytes] = ..., decode_incarnation: _Optional[bytes] = ..., decode_worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., probe: _Optional[bool] = ..., router_id: _Optional[str] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., pooling: _Optional[str] = ..., prefix: _Optional[_Union[_common_pb2.PrefixSource, _Mapping]] = ..., prefix_then: _Optional[_Iterable[_Union[_common_pb2.PrefixSource, _Mapping]]] = ..., kv_share: _Optional[float] = ..., retention: _Optional[_Union[_common_pb2.Retention, _Mapping]] = ..., held_only: _Optional[bool] = ...) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ("sequence",)

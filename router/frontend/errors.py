@@ -19,11 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.telemetry.logs import request_context
 from baton.types.errors import (
     BatonError,
-    BudgetSpentError,
     DeadlineError,
     InternalError,
     InvalidRequestError,
-    LimitTooSmallError,
     QueueFullError,
     RateLimitError,
     SlowRequestError,
@@ -39,6 +37,7 @@ MISSING_HERE = "missing_here"
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 _SHOWN_FIELDS = 16
+_LONGEST_WAIT_S = 120  # OpenAI's clients wait no longer; Anthropic's would, for a day
 _OBJECTS = ("dict_type", "model_type", "model_attributes_type", "dataclass_type")
 
 
@@ -92,14 +91,25 @@ def error_response(
     if isinstance(error, QueueFullError):
         rounded = math.ceil if isinstance(error, RateLimitError) else round
         headers["retry-after"] = str(max(rounded(error.retry_after_s), 1))
-    elif isinstance(error, LimitTooSmallError | BudgetSpentError):
-        headers["x-should-retry"] = "false"  # the official clients would repeat it
+        if error.retry_after_s > _LONGEST_WAIT_S:
+            headers["x-should-retry"] = "false"
+    elif _is_final(error):
+        headers["x-should-retry"] = "false"
     elif isinstance(error, UnavailableError):
         headers["retry-after"] = "1"
     body_is_late = isinstance(error, DeadlineError) and isinstance(error.__cause__, TimeoutError)
     if isinstance(error, SlowRequestError) or body_is_late:
         headers["connection"] = "close"  # the rest of the body is not read
     return _response(Refusal.of(error), request_id, shape, headers)
+
+
+def _is_final(error: BatonError) -> bool:
+    """Return whether clients would repeat a request that fails again; they go by the status.
+
+    Faults of which nothing is known may be repeated, and requests that arrived too slowly.
+    """
+    is_repeated = error.status in (409, 429) or error.status >= 500
+    return is_repeated and not error.retryable and type(error) is not InternalError
 
 
 def _response(

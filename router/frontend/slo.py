@@ -9,8 +9,9 @@ from baton.config.clients import SloConfig
 from baton.types.errors import InvalidRequestError
 from baton.types.slo import Slo
 
-TTFT = ("x-baton-slo-ttft-ms", "x-slo-ttft-ms")  # Baton's name, llm-d's name
-ITL = ("x-baton-slo-itl-ms", "x-slo-tpot-ms")
+# Baton's name, llm-d's name, and its older one.
+TTFT = ("x-baton-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+ITL = ("x-baton-slo-itl-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 _MAX_MS = 3_600_000.0
 
 

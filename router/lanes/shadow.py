@@ -98,6 +98,8 @@ def as_copy(request: GenerationRequest) -> GenerationRequest:
         slo=None,
         key_id="",
         traceparent="",
+        tracestate="",
+        baggage="",
         probe=True,
         shadow=True,
     )

@@ -12,6 +12,7 @@ HEADERS = (
     "x-session-affinity",  # opencode
     "x-dynamo-session-id",
 )
+FLOWS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")  # older: the second
 _ID = re.compile(r"[!-~]{1,256}")
 _IN_USER_ID = re.compile(r'session_(?:id":\s{0,4}")?([0-9a-zA-Z-]{8,64})"?\}?$')  # Claude Code
 
@@ -37,6 +38,12 @@ def session_of_headers(headers: Mapping[str, str]) -> Session:
         if value and _ID.fullmatch(value):
             return Session(value, name)
     return NO_SESSION
+
+
+def flow_of_headers(headers: Mapping[str, str]) -> str:
+    """Return llm-d's fairness id: requests of one tenant take turns by it; empty: by session."""
+    named = (headers.get(name, "") for name in FLOWS)
+    return next((flow for flow in named if flow and _ID.fullmatch(flow)), "")
 
 
 def session_of(in_headers: Session, cache_key: str | None, user: str | None) -> Session:

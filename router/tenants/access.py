@@ -110,11 +110,14 @@ class AccessControl:
 
         Raises:
             UnauthorizedError: The API key is missing, unknown, expired or revoked.
+            ForbiddenError: The API key reads metrics only.
             UnavailableError: The keys for tokens cannot be read.
             InvalidRequestError: The value of ``x-baton-tenant`` is invalid.
         """
         if self.needs_key:
             key_id, key = self._key_of(headers)
+            if key.role == "metrics":
+                raise ForbiddenError("an API key with the role `metrics` reads /metrics only")
             policy = self.policies.of(key.tenant)
             return Access(
                 tenant=key.tenant,
@@ -154,6 +157,11 @@ class AccessControl:
             return self._key_of(headers)[1].role == "operator"
         except (UnauthorizedError, UnavailableError):
             return False
+
+    def check_scrape(self, headers: Mapping[str, str]) -> None:
+        """Reject callers that may not read ``/metrics``, if the fleet has API keys."""
+        if self.needs_key and self._key_of(headers)[1].role == "tenant":
+            raise ForbiddenError("an API key with the role `metrics` or `operator` is required")
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
         """Reject callers that are not operators, if the fleet has API keys."""
@@ -206,8 +214,10 @@ class AccessControl:
         return "unknown" if self.needs_key else "anyone"
 
     def keys_of(self, tenant: str, now_ms: int) -> Iterator[ApiKeyConfig]:
-        """Yield the rights of the valid keys of a tenant in the fleet file."""
+        """Yield the rights of a tenant's valid keys in the fleet file, which can send requests."""
         for spelled, rights in (self.api_keys or {}).items():
+            if rights.role == "metrics":
+                continue
             if rights.tenant == tenant and not self.issued_keys.is_ended(spelled, now_ms):
                 yield rights
 

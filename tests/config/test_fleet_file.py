@@ -1,12 +1,12 @@
 """A wrong fleet file names the value, its limit, and the line to change."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from baton.config.fleet_file import FleetConfig
 from baton.config.load import ConfigError, load_config
-from baton.config.logs import LogsConfig
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -45,12 +45,58 @@ def test_there_are_27_keys_at_most() -> None:
     assert len(FleetConfig.model_fields) <= 27
 
 
-def test_log_dir_is_an_older_name() -> None:
-    assert FleetConfig.model_validate({"log_dir": "/a"}).logs.dir == "/a"
-    both = {"log_dir": "/a", "logs": {"format": "json"}}
-    assert FleetConfig.model_validate(both).logs == LogsConfig(dir="/a", format="json")
-    with pytest.raises(ValueError, match="remove one of them"):
-        FleetConfig.model_validate({"log_dir": "/a", "logs": {"dir": "/b"}})
+@pytest.mark.parametrize(
+    ("word", "value", "own"),
+    [
+        ("max_model_len", 2048, {"max_context_tokens": 2048}),
+        ("max_num_seqs", 16, {"max_batch_requests": 16}),
+        ("max_num_batched_tokens", 1024, {"max_step_tokens": 1024}),
+        ("tensor_parallel_size", 2, {"pools": {"tensor_parallel": 2}}),
+        ("quantization", "int8", {"quantisation": {"weights": "int8"}}),
+        ("enable_lora", False, {"adapters": {"max_loaded": 0}}),
+        ("enable_lora", True, {}),
+        ("max_loras", 3, {"adapters": {"max_loaded": 3}}),
+        ("log_dir", "/a", {"logs": {"dir": "/a"}}),
+    ],
+)
+def test_other_spellings_stand_for_our_keys(word: str, value: object, own: dict) -> None:
+    model = FleetConfig.model_validate
+    assert model({word: value}) == model(own)
+    assert model({word: value} | own) == model(own), "twice the same is no conflict"
+    pools = {"pools": {"decode": 3}}
+    assert model({word: value} | pools).pools.decode == 3
+    lane = {"model": "/m"} | {key: item for key, item in own.items() if key == "adapters"}
+    if word in ("enable_lora", "max_loras"):
+        assert model({"models": {"a": {"model": "/m", word: value}}}) == model(
+            {"models": {"a": lane}}
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "max_model_len: 2048\nmax_context_tokens: 4096\n",
+            "`max_model_len` (2048) and `max_context_tokens` (4096) are one key with two values",
+        ),
+        (
+            "pools: {tensor_parallel: 1}\ntensor_parallel_size: 2\n",
+            "`tensor_parallel_size` (2) and `pools.tensor_parallel` (1)",
+        ),
+        (
+            "adapters: {max_loaded: 0}\nenable_lora: true\n",
+            "`enable_lora` (True) and `adapters.max_loaded` (0)",
+        ),
+        ("port: 8001\nmax_num_seqs: 0\n", ":2: max_batch_requests = 0: must be at least 1"),
+        ("quantization: awq\n", ":1: quantisation.weights = 'awq': must be 'none', 'int8'"),
+        ("gpu_memory_utilization: 0.9\n", "`gpu_memory_utilization` is not supported: the KV pool"),
+        ("pools: [1]\ntensor_parallel_size: 2\n", "tensor_parallel_size: unknown key"),
+    ],
+)
+def test_errors_of_other_spellings_name_both(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "f.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        load_config(tmp_path / "f.yaml")
 
 
 def test_texts_are_logged_only_where_there_is_a_line_for_them() -> None:
@@ -230,7 +276,10 @@ def test_an_api_key_never_shows(tmp_path: Path) -> None:
     ("entry", "said"),
     [
         ("a b", "fleet.yaml:2: api_keys.…"),
-        ("{role: boss}", "fleet.yaml:2: api_keys.….role = 'boss': must be 'tenant' or 'operator'"),
+        (
+            "{role: boss}",
+            "fleet.yaml:2: api_keys.….role = 'boss': must be 'tenant', 'operator' or 'metrics'",
+        ),
         ("{min_priority: x}", "api_keys.….min_priority = 'x': must be a valid integer"),
         ("{rol: operator}", "api_keys.….rol: unknown key; did you mean `role`?"),
         ("5", "api_keys.…"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.telemetry.metric_names import DEPRECATED_NAMES, METRICS_BY_COMPONENT
+from baton.telemetry.metric_names import METRICS_BY_COMPONENT
 from baton.telemetry.metrics import Metrics
 from deploy.grafana.dashboard_panels import DASHBOARDS
 from deploy.grafana.dashboards import FOLDER, text_of
@@ -89,7 +89,6 @@ def test_rules_and_dashboards_name_only_metrics_that_exist() -> None:
         f"{name}{suffix}"
         for specs in METRICS_BY_COMPONENT.values()
         for name, spec in specs.items()
-        if name not in DEPRECATED_NAMES
         for suffix in {
             "counter": ("_total",),
             "gauge": ("",),

@@ -104,22 +104,6 @@ def test_sums_add_up_after_load_and_a_cancellation(prometheus: Prometheus, load)
 PHASES_AND_E2E = ("baton_phase", "baton_e2e")
 
 
-def test_the_names_that_people_graph_already(prometheus: Prometheus, load) -> None:
-    for name in (
-        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
-        *("num_preemptions_total", "prompt_tokens_total", "generation_tokens_total"),
-        *("request_success_total", "time_to_first_token_seconds_count"),
-        *("inter_token_latency_seconds_count", "e2e_request_latency_seconds_count"),
-        *("request_queue_time_seconds_count", "request_prefill_time_seconds_count"),
-        *("request_decode_time_seconds_count", "request_prompt_tokens_count"),
-        *("request_generation_tokens_count", "prefix_cache_queries_total"),
-        *("prefix_cache_hits_total", "iteration_tokens_total_count"),
-    ):
-        assert prometheus.query(f'{{__name__="vllm:{name}", model_name!=""}}'), name
-    queries = prometheus.value('sum({__name__="vllm:prefix_cache_queries_total"})')
-    assert queries == prometheus.value('sum({__name__="vllm:prompt_tokens_total"})')
-
-
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_every_query_of_a_dashboard_returns_data(prometheus: Prometheus, load, name: str) -> None:
     document = json.loads(Path(FOLDER / f"{name}.json").read_text())

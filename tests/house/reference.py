@@ -18,6 +18,7 @@ from typer.main import get_command
 
 from baton.config.fleet_file import FleetConfig
 from baton.telemetry.metric_names import METRICS_BY_COMPONENT, MetricSpec
+from baton.telemetry.vllm_names import VLLM_SERIES
 from baton.types.errors import BatonError
 from fleet.cli.main import app
 from tests.conformance import page as conformance_page
@@ -32,8 +33,9 @@ METRICS_HEAD = """\
 # Metrics
 
 Routers and workers serve these metrics at `/metrics`. Names start with `baton_` and contain the
-unit. Prometheus adds `_total` to the name of a counter. The last column is the `vllm:*` alias of
-the same series. [Observe a fleet](../guide/observe.md) explains which metrics to look at.
+unit. Prometheus adds `_total` to the name of a counter. The last column has the names of vLLM that
+are formed from the metric, with vLLM's labels and buckets.
+[Observe a fleet](../guide/observe.md) explains which metrics to look at.
 """
 
 ERRORS_HEAD = """\
@@ -142,14 +144,15 @@ def _one_line(text: str) -> str:
 
 
 def _metric_row(name: str, spec: MetricSpec) -> tuple[str, ...]:
-    aliases = [spec.vllm] if spec.vllm else []
-    aliases += [alias for _, alias in spec.vllm_by_label]
+    alike = [series.full_name for group in VLLM_SERIES.values() for series in group]
+    of = [series.of for group in VLLM_SERIES.values() for series in group]
+    aliases = dict.fromkeys(a for a, own in zip(alike, of, strict=True) if own == name)
     return (
         f"`{name}`",
         spec.kind,
         ", ".join(f"`{label}`" for label in spec.labels),
         _one_line(spec.help),
-        ", ".join(f"`vllm:{alias}`" for alias in aliases),
+        ", ".join(f"`{alias}`" for alias in aliases),
     )
 
 

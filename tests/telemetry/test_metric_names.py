@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from baton.telemetry.metric_names import DEPRECATED_NAMES, METRICS_BY_COMPONENT
+from baton.telemetry.metric_names import METRICS_BY_COMPONENT
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("baton", "router", "prefill_worker", "decode_worker", "kvtransfer", "fleet")
@@ -22,12 +22,9 @@ KINDS = {
     "observe": {"histogram"},
     "histogram": {"histogram"},
 }
-VALUE_ARGUMENTS = {"name", "value", "total"}
+VALUE_ARGUMENTS = {"name", "value", "total", "trace_id"}
 DECLARED = {
-    name: spec
-    for metrics in METRICS_BY_COMPONENT.values()
-    for name, spec in metrics.items()
-    if name not in DEPRECATED_NAMES
+    name: spec for metrics in METRICS_BY_COMPONENT.values() for name, spec in metrics.items()
 }
 
 
@@ -53,7 +50,7 @@ def _use(call: ast.Call, place: str) -> Iterator[Use]:
     function, first = _function(call.func), call.args[0]
     if not isinstance(first, ast.Constant) or not isinstance(first.value, str):
         return
-    if not first.value.startswith("baton_") or function not in KINDS:
+    if not first.value.startswith(("baton_", "gen_ai_")) or function not in KINDS:
         return
     names = [keyword.arg for keyword in call.keywords]
     labels = None if None in names else frozenset(map(str, names)) - VALUE_ARGUMENTS

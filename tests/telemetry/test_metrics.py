@@ -34,26 +34,12 @@ def page(metrics: Metrics) -> dict[str, float]:
 def test_names_start_with_baton_and_hold_their_units() -> None:
     for specs in METRICS_BY_COMPONENT.values():
         for name, spec in specs.items():
-            assert name.startswith("baton_")
+            assert name.startswith(("baton_", "gen_ai_"))
             assert not name.endswith("_total"), "the exposition adds it"
             if spec.kind == "histogram":
-                assert name.endswith(("_seconds", "_requests", "_tokens")), name
-
-
-def test_a_renamed_metric_is_on_the_page_also_under_its_old_name() -> None:
-    metrics = Metrics("router", model="m")
-    metrics.set("baton_prefix_index_hashes", 7)
-    metrics.inc("baton_prefix_index_snapshots", 2)
-    shown = page(metrics)
-    for name, value in (("prefix_index_hashes", 7), ("mirror_names", 7)):
-        assert shown[f"baton_{name}"] == value
-    for name in ("prefix_index_snapshots", "mirror_snapshots"):
-        assert shown[f"baton_{name}_total"] == 2
-    text = metrics.render().decode()
-    assert "# HELP baton_mirror_names deprecated: use baton_prefix_index_hashes\n" in text
-    assert metrics.together["baton_mirror_names"] == "max"
-    with pytest.raises(KeyError):
-        metrics.set("baton_mirror_names", 1)
+                assert name.endswith(
+                    ("_seconds", "_requests", "_tokens", "_choices", "_preemptions")
+                ), name
 
 
 def test_what_is_counted_is_on_the_page_also_under_its_vllm_name() -> None:
@@ -63,10 +49,9 @@ def test_what_is_counted_is_on_the_page_also_under_its_vllm_name() -> None:
     metrics.set("baton_queue_limit_requests", 256)
     shown = page(metrics)
     assert shown["baton_prompt_tokens_total[('tenant', 'a')]"] == 7
-    assert shown["vllm:prompt_tokens_total[('model_name', 'm'), ('tenant', 'a')]"] == 7
-    assert (
-        shown["vllm:e2e_request_latency_seconds_sum[('model_name', 'm'), ('tenant', 'a')]"] == 0.3
-    )
+    of_vllm = "[('engine', '0'), ('model_name', 'm')]"
+    assert shown[f"vllm:prompt_tokens_total{of_vllm}"] == 7
+    assert shown[f"vllm:e2e_request_latency_seconds_sum{of_vllm}"] == 0.3
     assert shown["baton_queue_limit_requests"] == 256
     assert metrics.value("baton_e2e_seconds", tenant="a") == 0.3
     assert not any("_created" in name for name in shown)
@@ -78,10 +63,10 @@ def test_what_is_one_series_here_and_a_metric_of_its_own_at_vllm() -> None:
     metrics.observe("baton_phase_seconds", 0.5, phase="prefill")
     metrics.inc("baton_prefix_tokens", 30, source="local")
     metrics.inc("baton_prefix_tokens", 70, source="computed")
-    shown, model = page(metrics), "[('model_name', 'm')]"
+    shown, model = page(metrics), "[('engine', '0'), ('model_name', 'm')]"
     assert shown[f"vllm:request_queue_time_seconds_sum{model}"] == 0.25
     assert shown[f"vllm:request_prefill_time_seconds_count{model}"] == 1
-    assert f"vllm:request_decode_time_seconds_count{model}" not in shown
+    assert shown[f"vllm:request_decode_time_seconds_count{model}"] == 0
     assert shown[f"vllm:prefix_cache_hits_total{model}"] == 30
 
 
@@ -111,7 +96,7 @@ def test_an_info_has_one_series_whose_labels_are_set_when_the_page_is_asked_for(
     page = metrics.render().decode()
     said = 'running_lora_adapters="a",waiting_lora_adapters=""} 7.0'
     assert f'baton_adapter_requests_info{{max_lora="2",{said}' in page
-    assert f'vllm:lora_requests_info{{max_lora="2",model_name="m",{said}' in page
+    assert f'vllm:lora_requests_info{{engine="0",max_lora="2",model_name="m",{said}' in page
     assert "a,b" not in page
 
 

@@ -285,6 +285,8 @@ def _port(config: FleetConfig) -> str:
     user = _fleet_on(config.port)
     if user is not None and user.fleet == config.fleet:
         return f"{config.port} is used by this fleet, which is running"
+    if (monitoring := config.clients.monitoring) is not None:
+        claim_port(monitoring.host, monitoring.port)
     return f"{claim_port(config.host, config.port)} is free"
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
+from baton.telemetry.tracing import passed_on
 from baton.types.errors import InvalidRequestError
 from router.frontend.api.bodies.fields import Ignored
 from router.frontend.api.call_headers import client_id_of
@@ -12,8 +13,9 @@ from router.frontend.slo import NO_LIMITS, CallLimits
 from router.process import Process
 from router.request import Mode, Routed
 from router.sessions.hints import FINAL_HEADER
-from router.sessions.identity import NO_SESSION, Session, session_of_headers
+from router.sessions.identity import NO_SESSION, Session, flow_of_headers, session_of_headers
 
+_OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")  # older: the second
 _MODES: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _MAX_DIGITS = 12
@@ -21,12 +23,17 @@ _MAX_DIGITS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Sender and options of a call, from its headers, and what is ignored of it."""
+    """Sender and options of a call, from its headers, and what is ignored of it.
+
+    ``priority`` is that of llm-d's objective, if the body names none.
+    """
 
     tenant: str
     mode: Mode
     timeout_s: float
     traceparent: str = ""
+    tracestate: str = ""
+    baggage: str = ""
     min_priority: int | None = None
     client_id: str = ""
     limits: CallLimits = NO_LIMITS
@@ -37,6 +44,8 @@ class Caller:
     shadow: str = ""  # model that runs a copy of the call
     session: Session = NO_SESSION
     session_ends: bool = False
+    flow: str = ""
+    priority: int = 0
     ignored: Ignored = field(default_factory=Ignored)
 
 
@@ -47,19 +56,23 @@ def read_headers(
 
     ``ignored`` collects the parts of the call that have no effect.
     """
+    headers = dict(reversed(list(headers.items())))  # of several values the first
     mode = headers.get("x-baton-mode", "auto")
     if mode not in _MODES:
         raise InvalidRequestError.at(
             "x-baton-mode", f"must be auto, disaggregated or colocated (got {mode[:40]!r})"
         )
     access = router.access.of(headers)
+    traceparent = headers.get("traceparent", "")
     TENANT.set(access.tenant)
     return Caller(
         tenant=access.tenant,
         min_priority=access.min_priority,
         mode=_MODES[mode],
         timeout_s=_timeout_s(headers.get("x-baton-timeout-ms"), router.settings.default_timeout_s),
-        traceparent=headers.get("traceparent", ""),
+        traceparent=traceparent,
+        tracestate=passed_on(headers.get("tracestate", "")) if traceparent else "",
+        baggage=passed_on(headers.get("baggage", "")),
         client_id=client_id_of(headers),
         limits=CallLimits.read(headers, access.slo),
         models=access.models,
@@ -67,8 +80,16 @@ def read_headers(
         may_fall_back=_may_fall_back(headers),
         session=session_of_headers(headers),
         session_ends=headers.get(FINAL_HEADER, "").lower() == "true",
+        flow=flow_of_headers(headers),
+        priority=_priority(headers, router.settings.clients.objectives),
         ignored=Ignored() if ignored is None else ignored,
     )
+
+
+def _priority(headers: Mapping[str, str], objectives: Mapping[str, int]) -> int:
+    """Return the priority of the objective that the call names, as llm-d does: unknown ones 0."""
+    named = (headers.get(name, "") for name in _OBJECTIVES)
+    return objectives.get(next(filter(None, named), ""), 0)
 
 
 def _may_fall_back(headers: Mapping[str, str]) -> bool:

@@ -332,7 +332,7 @@ class Preparer:
         now_ns: int,
     ) -> GenerationRequest:
         salt = body.cache_salt if isinstance(body, GenerationBody) else None
-        priority = body.priority or 0
+        priority = caller.priority if body.priority is None else body.priority
         least = caller.min_priority
         if least is not None and priority < least:
             if body.priority is not None:
@@ -358,7 +358,10 @@ class Preparer:
             arrived_ns=now_ns,
             deadline_ns=now_ns + int(caller.timeout_s * 1e9),
             traceparent=caller.traceparent,
+            tracestate=caller.tracestate,
+            baggage=caller.baggage,
             slo=caller.limits.at(self._settings.slo),
+            flow=caller.flow,
             expected_tokens=_hinted_tokens(body) if isinstance(body, GenerationBody) else 0,
             hints=_hints(body, caller) if isinstance(body, GenerationBody) else NO_HINTS,
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
 
-from baton.telemetry.tracing import Tracing, extract, inject
+from baton.telemetry.tracing import Tracing, extract, inject, tracestate_of
 from baton.types.errors import BatonError
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.embedding import EmbeddingBody
@@ -67,9 +67,12 @@ def _started(
     attributes: dict[str, Any],
 ) -> Span:
     name = f"{operation} {body.model}"
-    context = extract(caller.traceparent)
+    context = extract(caller.traceparent, caller.tracestate)
     span = tracing.tracer.start_span(name, context=context, kind=SpanKind.SERVER)
+    if not span.is_recording():
+        return span
     common = {
+        **tracing.server,
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "baton",
         "gen_ai.request.model": body.model,
@@ -105,7 +108,10 @@ def _set(span: Span, attributes: dict[str, Any]) -> None:
 
 def traceparent_of(span: Span, caller: Caller) -> Caller:
     """Return the caller with ``span`` as the parent of the workers' spans."""
-    return replace(caller, traceparent=inject(span) or caller.traceparent)
+    traceparent = inject(span)
+    if not traceparent:
+        return caller
+    return replace(caller, traceparent=traceparent, tracestate=tracestate_of(span))
 
 
 @contextmanager
@@ -148,11 +154,13 @@ def _describe(span: Span, call: Call) -> None:
         for choice in active.record.choices
     ]
     cached = counted["prompt_tokens_details"]["cached_tokens"]
+    reasoning = counted["completion_tokens_details"]["reasoning_tokens"]
     span.set_attribute("gen_ai.response.id", call.id)
     span.set_attribute("gen_ai.response.finish_reasons", reasons)
     span.set_attribute("gen_ai.usage.input_tokens", counted["prompt_tokens"])
     span.set_attribute("gen_ai.usage.output_tokens", counted["completion_tokens"])
     span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
+    span.set_attribute("gen_ai.usage.reasoning.output_tokens", reasoning)
     span.set_attribute("http.response.status_code", call.status)
     code = next((error.code for error in (call.error, *call.errors) if error is not None), "")
     if code:

@@ -17,9 +17,11 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
+from prometheus_client.samples import Exemplar
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from baton.telemetry import openmetrics
 from router.frontend.group.pages import Pages
 from router.frontend.group.past_pages import PastPages
 from router.frontend.group.siblings import OWN_ANSWER, Siblings
@@ -76,6 +78,7 @@ class AnyRouter:
     siblings: Siblings
     past: PastPages
     together: Mapping[str, str]
+    exemplars: Callable[[], Mapping[str, Exemplar]] = dict
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one call, with the help of other routers if it needs them."""
@@ -113,7 +116,9 @@ class AnyRouter:
 
     async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = _Answer()
-        await self.app(scope, receive, own.take)
+        accept = Headers(scope=scope).get("accept", "")
+        kept = [field for field in scope["headers"] if field[0] != b"accept"]  # the text is summed
+        await self.app({**scope, "headers": kept}, receive, own.take)
         if own.status != 200 or scope["method"] != "GET":
             await own.send(send)
             return
@@ -121,6 +126,10 @@ class AnyRouter:
         answered = {int(answer.headers.get(_PID.decode(), 0)) for answer in answers.values()}
         pages = [own.body, *(answer.content for answer in answers.values())]
         page = await asyncio.to_thread(self._add_up, own.body, pages, answered)
+        if openmetrics.is_wanted(accept):
+            page = openmetrics.openmetrics(page, self.exemplars())
+            others = [field for field in own.start["headers"] if field[0] != b"content-type"]
+            own.start["headers"] = [*others, (b"content-type", openmetrics.CONTENT_TYPE.encode())]
         await own.send(send, page)
 
     def _add_up(self, own: bytes, pages: list[bytes], answered: set[int]) -> bytes:

@@ -28,7 +28,8 @@ class RouterGroup:
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """Wrap the router's application in that of the group."""
-        return AnyRouter(app, self._siblings, self._past, self._metrics.together)
+        metrics = self._metrics
+        return AnyRouter(app, self._siblings, self._past, metrics.together, metrics.exemplars)
 
     async def join(self, make_connection: MakeConnection, accept: Accept) -> None:
         """Join the group, now that this router serves; see `Siblings.start`."""

@@ -9,7 +9,7 @@ requests need no key. ``fleet/pools/admin_commands.py`` defines the verbs.
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Query, Request
 from pydantic import Field
 
 from baton.registry.admin_commands import AdminCommands, CommandReply
@@ -44,6 +44,7 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
     workers or nodes go to all models, and others need a model if there are several.
     """
     api = Endpoints()
+    _add_sleep(api, router, desks)
 
     @api.post("/fleet/orders", include_in_schema=False)
     async def order(request: Request) -> dict[str, Any]:
@@ -74,6 +75,34 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
         return dict(answer.data)
 
     return api
+
+
+def _add_sleep(api: Endpoints, router: Process, desks: Mapping[str, AdminCommands]) -> None:
+    async def tell_all(request: Request, verb: str) -> None:
+        router.access.check_change(request.headers)
+        who = router.access.name(request.headers)
+        for desk in desks.values():
+            await _ask(desk, _CommandBody(verb=verb), who, source_of(request))
+
+    @api.post("/sleep", include_in_schema=False)
+    async def sleep(
+        request: Request, level: Annotated[int, Query(ge=1, le=2)] = 1
+    ) -> dict[str, Any]:
+        """Stop the workers of all models, after their requests, in vLLM's words."""
+        await tell_all(request, "unload")
+        return {"status": "sleeping", "level": level}
+
+    @api.post("/wake_up", include_in_schema=False)
+    async def wake_up(request: Request) -> dict[str, Any]:
+        """Start the workers of all models again; `/health` is 503 until one is ready."""
+        await tell_all(request, "load")
+        return {"status": "awake", "tags": None}
+
+    @api.get("/is_sleeping", include_in_schema=False)
+    async def is_sleeping(request: Request) -> dict[str, bool]:
+        """Return whether no model should have workers."""
+        router.access.check_operator(request.headers)
+        return {"is_sleeping": not any(lane.is_loaded for lane in router.lanes)}
 
 
 def _models_of(router: Process, body: _CommandBody, names: list[str]) -> list[str]:

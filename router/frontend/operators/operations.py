@@ -1,7 +1,8 @@
 """Endpoints for operators: health, metrics, workers, request reports.
 
-If the fleet has API keys, health and version need no key. Metrics, load and workers need an
-operator's key. Request reports are available to their tenant and to operators.
+If the fleet has API keys, health and version need no key. Metrics need a key with the role
+``metrics`` or ``operator``, load and workers an operator's key. Request reports are available to
+their tenant and to operators.
 
 ``/health``, ``/ping``, ``/version`` and ``/load`` are compatible with vLLM.
 """
@@ -9,14 +10,16 @@ operator's key. Request reports are available to their tenant and to operators.
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from time import monotonic, monotonic_ns, time_ns
+from time import monotonic, monotonic_ns, time, time_ns
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import HTTPException, Query, Request, Response
 
+from baton.telemetry import openmetrics
 from baton.telemetry.version import version
 from baton.types.errors import UnavailableError
+from baton.types.geometry import BLOCK_TOKENS
 from router.frontend.api.endpoints import Endpoints
 from router.frontend.operators.tenant_gauges import TenantGauges
 from router.lane import Lane
@@ -32,6 +35,13 @@ _WORKER_STATES = ("starting", "ready", "draining", "dead", "parked")
 def routes(router: Process) -> Endpoints:
     """Return ``/health*``, ``/ping``, ``/version``, ``/load``, ``/metrics`` and ``/fleet*``."""
     api = Endpoints()
+    tenant_gauges = TenantGauges()
+
+    def refresh() -> None:
+        _set_gauges(router)
+        tenant_gauges.update(router.metrics, router.quotas.quotas, router.access)
+
+    router.refresh_gauges = refresh
     _add_health(api, router)
     _add_fleet(api, router)
     _add_requests(api, router)
@@ -84,16 +94,18 @@ def _add_health(api: Endpoints, router: Process) -> None:
 
 
 def _add_fleet(api: Endpoints, router: Process) -> None:
-    tenant_gauges = TenantGauges()
     own_version = version()
 
     @api.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Return metrics in Prometheus' text format."""
-        router.access.check_operator(request.headers)
-        _set_gauges(router)
-        tenant_gauges.update(router.metrics, router.quotas.quotas, router.access)
-        return Response(router.metrics.render(), media_type=router.metrics.content_type)
+        """Return metrics in Prometheus' text format, or OpenMetrics if ``Accept`` names it."""
+        router.access.check_scrape(request.headers)
+        router.refresh_gauges()
+        page = router.metrics.render()
+        if not openmetrics.is_wanted(request.headers.get("accept", "")):
+            return Response(page, media_type=router.metrics.content_type)
+        converted = openmetrics.openmetrics(page, router.metrics.exemplars())
+        return Response(converted, media_type=openmetrics.CONTENT_TYPE)
 
     @api.get("/fleet")
     async def fleet(request: Request) -> dict[str, Any]:
@@ -140,11 +152,24 @@ def _add_fleet(api: Endpoints, router: Process) -> None:
 
 
 def _add_requests(api: Endpoints, router: Process) -> None:
+    @api.get("/server_info", include_in_schema=False)
+    async def server_info(request: Request, config_format: str = "text") -> dict[str, Any]:
+        """Return the main settings of each model under vLLM's names."""
+        router.access.check_operator(request.headers)
+        config = {
+            lane.model.names[0]: {
+                "model_config": {"max_model_len": lane.model.max_context_tokens},
+                "scheduler_config": {"max_num_seqs": lane.settings.window_requests},
+                "cache_config": {"block_size": BLOCK_TOKENS},
+            }
+            for lane in router.lanes
+        }
+        shown = config if config_format == "json" else str(config)
+        return {"vllm_config": shown, "vllm_env": {}, "system_env": {"baton": version()}}
+
     @api.get("/fleet/requests")
     async def requests(
-        request: Request,
-        limit: Annotated[int, Query(ge=1, le=500)] = 50,
-        order: Order = "newest",
+        request: Request, limit: Annotated[int, Query(ge=1, le=500)] = 50, order: Order = "newest"
     ) -> dict[str, Any]:
         """List the latest requests: all of them for operators, otherwise the tenant's own.
 
@@ -154,10 +179,7 @@ def _add_requests(api: Endpoints, router: Process) -> None:
         tenant = None if access.operator else access.tenant
         kept = router.lanes.newest_first()
         now_ns = monotonic_ns()
-        others = (
-            router.refused.newest_first(tenant),
-            router.past_reports.newest_first(tenant),
-        )
+        others = (router.refused.newest_first(tenant), router.past_reports.newest_first(tenant))
         lines = latest(kept, others, now_ns, tenant=tenant, limit=limit, order=order)
         return {"at_s": round(now_ns / 1e9, 6), "requests": lines}
 
@@ -173,10 +195,7 @@ def _add_requests(api: Endpoints, router: Process) -> None:
             return past
         # Requests of other tenants are reported as unknown.
         if explanation is None or not (access.operator or _owner(explanation) == access.tenant):
-            raise HTTPException(
-                404,
-                "the request is unknown to this router, or no longer recorded",
-            )
+            raise HTTPException(404, "the request is unknown to this router, or no longer recorded")
         kept = router.lanes.find(explanation["id"]) if explanation.get("prompt_change") else None
         if kept is not None:
             explanation["prompt_change"] |= await router.request_log.change_texts(kept[1])
@@ -221,7 +240,7 @@ def _owner(explanation: dict[str, Any]) -> object:
 
 
 def _set_gauges(router: Process) -> None:
-    """Set the gauges that are computed only when metrics are requested."""
+    """Set the gauges that are computed only when metrics are read."""
     _set_key_gauges(router)
     slots = router.lanes.slots
     counts = Counter((str(slot.role), slot.state) for slot in slots)
@@ -245,10 +264,29 @@ def _set_gauges(router: Process) -> None:
     router.metrics.set("baton_fleet_running_requests", running)
     router.metrics.set("baton_fleet_waiting_requests", waiting)
     router.metrics.set("baton_fleet_kv_usage_ratio", leased_blocks / max(total_blocks, 1))
+    router.metrics.set_cache_info(total_blocks, BLOCK_TOKENS)
+    _set_adapter_info(router)
     hashes = sum(lane.prefix_index.total_hashes for lane in router.lanes)
     router.metrics.set("baton_prefix_index_hashes", hashes)
     adapters = sum(len(lane.model.adapters.served()) for lane in router.lanes)
     router.metrics.set("baton_adapters_served", adapters)
+
+
+def _set_adapter_info(router: Process) -> None:
+    """Name the adapters of the requests of this router."""
+    by_state: tuple[set[str], set[str]] = (set(), set())
+    for lane in router.lanes:
+        for active in lane.gateway.active.values():
+            if active.request.adapter is not None:
+                by_state[active.decode_id is not None].add(active.request.adapter.name)
+    waiting, running = (",".join(sorted(names)) for names in by_state)
+    router.metrics.set_info(
+        "baton_adapter_requests_info",
+        time(),
+        max_lora=str(max(lane.settings.max_adapters for lane in router.lanes)),
+        running_lora_adapters=running,
+        waiting_lora_adapters=waiting,
+    )
 
 
 def _set_key_gauges(router: Process) -> None:

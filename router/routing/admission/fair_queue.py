@@ -33,7 +33,7 @@ class Waiting:
     Attributes:
         weight: Number of sequences of the request.
         cost_tokens: Prompt tokens to compute plus expected output tokens.
-        session: Id of the session; empty: none.
+        session: Id of the flow that the client names, or of the session; empty: none.
         turn: Requests of the tenant with lower values go first.
     """
 
@@ -54,7 +54,7 @@ class Waiting:
             weight=request.sampling.n,
             tenant=request.tenant,
             cost_tokens=cost_tokens,
-            session=request.session.id,
+            session=request.flow or request.session.id,
             turn=request.hints.turn,
         )
 

@@ -133,6 +133,8 @@ class Dispatcher:
             deadline_remaining_ns=max(request.deadline_ns - now_ns, 1),
             prefill=target,
             traceparent=request.traceparent,
+            tracestate=request.tracestate,
+            baggage=request.baggage,
             router_id=self.router_id,
             lease_ms=self.core.settings.lease_ms,
             probe=request.probe and not request.shadow,

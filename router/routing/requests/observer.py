@@ -12,12 +12,15 @@ from batonpb.decode_pb2 import RequestTimes
 from baton.registry.router_demands import PlannedSizes
 from baton.telemetry.live_series import LiveSeries
 from baton.telemetry.metrics import Metrics
+from baton.telemetry.tracing import sampled_trace_id
 from router.request import GenerationRequest
 from router.routing.placement.regret import Allowance, FittedRates, MeasuredRequest, regret
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.call import Call
 from router.routing.requests.record import RequestRecord
 from router.routing.requests.slo_outcome import outcome
+
+_AT_WORKERS = ("prefill", "shared_steps", "between_workers", "transfer", "decode")
 
 
 class _Lanes:
@@ -41,6 +44,16 @@ class Observer:
         self.lanes: _Lanes = _Lanes() if beside is None else beside.lanes
         self.series = self.lanes.series
         self._gaps = metrics.histogram("baton_inter_token_seconds")
+        self._sizes = (
+            metrics.histogram("baton_request_prompt_tokens"),
+            metrics.histogram("baton_request_generation_tokens"),
+            metrics.histogram("baton_request_longest_choice_tokens"),
+            metrics.histogram("baton_request_max_tokens"),
+            metrics.histogram("baton_request_computed_tokens"),
+            metrics.histogram("baton_request_choices"),
+            metrics.histogram("baton_request_preemptions"),
+        )
+        self._running = metrics.histogram("baton_running_seconds")
         self._frame_gaps: dict[float, int] = {}  # gap in seconds: tokens
         self._regrets = Allowance()
         self.fitted: Callable[[str], FittedRates | None] = lambda _: None
@@ -180,7 +193,10 @@ class Observer:
         if not active.request.probe and not active.request.pooling:
             wait_s = (now_ns - active.request.arrived_ns) / 1e9
             tenant = active.request.tenant
-            self.metrics.observe("baton_time_to_first_token_seconds", wait_s, tenant=tenant)
+            trace_id = sampled_trace_id(active.request.traceparent)
+            self.metrics.observe(
+                "baton_time_to_first_token_seconds", wait_s, tenant=tenant, trace_id=trace_id
+            )
             self.series.first_token(wait_s)
 
     def record_finished(self, active: ActiveRequest) -> None:
@@ -194,10 +210,12 @@ class Observer:
         tenant = active.request.tenant
         inc = self.metrics.inc
         observe = self.metrics.observe
+        trace_id = sampled_trace_id(active.request.traceparent)
         observe(
             "baton_e2e_seconds",
             _between_s(record.request.arrived_ns, active.delivered_ns),
             tenant=tenant,
+            trace_id=trace_id,
         )
         exposed_s = 0.0
         if len(gaps_s) >= 3:
@@ -208,14 +226,15 @@ class Observer:
         if (slo := active.request.slo) is not None:
             self._slo(active, outcome(active, slo, active.delivered_ns))
         self.series.ended(failed=record.error is not None)
-        for phase, took_s in phases(active, exposed_s).items():
+        parts = phases(active, exposed_s)
+        for phase, took_s in parts.items():
             observe("baton_phase_seconds", took_s, phase=phase)
         if not record.begun:
             return
         inc("baton_prompt_tokens", record.prompt_tokens, tenant=tenant)
         inc("baton_generation_tokens", record.completion_tokens, tenant=tenant)
-        observe("baton_request_prompt_tokens", record.prompt_tokens)
-        observe("baton_request_generation_tokens", record.completion_tokens)
+        self._running.observe(sum(parts[phase] for phase in _AT_WORKERS))
+        self._observe_sizes(active)
         inc("baton_prefix_queries_tokens", record.prompt_tokens)
         inc("baton_prefix_tokens", record.cached_tokens, source="local")
         computed = record.prompt_tokens - record.cached_tokens
@@ -228,7 +247,9 @@ class Observer:
         tokens = record.completion_tokens / active.request.sampling.n
         if tokens > 1:
             per_token_s = _between_s(record.first_token_ns, record.last_token_ns) / (tokens - 1)
-            observe("baton_time_per_output_token_seconds", per_token_s, tenant=tenant)
+            observe(
+                "baton_time_per_output_token_seconds", per_token_s, tenant=tenant, trace_id=trace_id
+            )
         for choice in record.choices:
             reason = choice.finish_reason or (record.error.code if record.error else "unknown")
             inc("baton_finished_choices", reason=reason, tenant=tenant)
@@ -238,6 +259,21 @@ class Observer:
             whole = reason in ("stop", "tool_calls") and choice.stop_reason not in own_stop
             if sampling.grammar and not whole:
                 inc("baton_grammar_incomplete", reason=reason)
+
+    def _observe_sizes(self, active: ActiveRequest) -> None:
+        record = active.record
+        sampling = active.request.sampling
+        sizes = (
+            record.prompt_tokens,
+            record.completion_tokens,
+            max(len(choice.token_ids) for choice in record.choices),
+            sampling.max_tokens,
+            record.prompt_tokens - record.cached_tokens,
+            sampling.n,
+            record.times.preemptions if record.times is not None else 0,
+        )
+        for histogram, size in zip(self._sizes, sizes, strict=True):
+            histogram.observe(size)
 
     def _slo(self, active: ActiveRequest, ended: str) -> None:
         tenant = active.request.tenant

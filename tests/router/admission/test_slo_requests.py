@@ -132,12 +132,19 @@ async def test_without_limits_nobody_is_refused(make_fleet):
     assert outcomes(fleet) == {}
 
 
-@pytest.mark.parametrize("header", ["x-baton-slo-itl-ms", "x-slo-tpot-ms"])
-async def test_a_call_may_bring_its_own_limits(make_fleet, header):
+@pytest.mark.parametrize(
+    ("header", "first"),
+    [
+        ("x-baton-slo-itl-ms", "x-baton-slo-ttft-ms"),
+        ("x-llm-d-slo-tpot-ms", "x-llm-d-slo-ttft-ms"),
+        ("x-slo-tpot-ms", "x-slo-ttft-ms"),
+    ],
+)
+async def test_a_call_may_bring_its_own_limits(make_fleet, header, first):
     script = Script(streams=20)  # 30 ms a step, as nothing was measured
     fleet = await make_fleet({"decode-0": script, "decode-1": script}, slo=HARD)
     assert (await call(fleet)).status_code == 429
-    assert (await call(fleet, **{header: "1000", "x-baton-slo-ttft-ms": "5000"})).status_code == 200
+    assert (await call(fleet, **{header: "1000", first: "5000"})).status_code == 200
 
 
 async def test_a_key_has_its_own_limits(make_fleet):

@@ -33,7 +33,8 @@ DRAIN = {"verb": "drain", "workers": ["decode-0"]}
 def client(registry: Registry, keys: dict[str, ApiKeyConfig] | None) -> httpx.AsyncClient:
     access = AccessControl(keys, FleetToken(TOKEN), TenantPolicies())
     metrics = Metrics("router", model="m")
-    parts = SimpleNamespace(settings=ProcessSettings(), access=access, metrics=metrics)
+    lanes = [SimpleNamespace(is_loaded=False)]
+    parts = SimpleNamespace(settings=ProcessSettings(), access=access, metrics=metrics, lanes=lanes)
     app = FastAPI()
     errors.install(app, {})
     app.include_router(orders.routes(parts, {"m": AdminCommands(registry)}))
@@ -107,3 +108,23 @@ async def test_without_a_controller_or_redis_it_is_said(registry, redis_server) 
         redis_server.kill()
         away = await http.post("/fleet/orders", json=order, headers=bearer("key-of-ops"))
         assert away.status_code == 503 and "Redis" in away.json()["error"]["message"]
+
+
+async def test_vllms_calls_for_sleep_unload_and_load_the_models(
+    registry: Registry, controller: list[AdminCommand]
+) -> None:
+    async with client(registry, KEYS) as http:
+        for key in ("key-of-a-tenant", "wrong"):
+            for path in ("/sleep", "/wake_up"):
+                assert (await http.post(path, headers=bearer(key))).status_code in (401, 403)
+            answer = await http.get("/is_sleeping", headers=bearer(key))
+            assert answer.status_code in (401, 403)
+        assert controller == []
+        ops = bearer("key-of-ops")
+        assert (await http.post("/sleep?level=9", headers=ops)).status_code == 400
+        slept = await http.post("/sleep?level=2&mode=wait", headers=ops)
+        assert slept.json() == {"status": "sleeping", "level": 2}
+        assert (await http.get("/is_sleeping", headers=ops)).json() == {"is_sleeping": True}
+        woken = await http.post("/wake_up", headers=ops)
+        assert woken.json() == {"status": "awake", "tags": None}
+    assert [order.verb for order in controller] == ["unload", "load"]

@@ -55,8 +55,21 @@ async def test_vllms_gauges_are_sums_over_the_workers(make_fleet):
     slots = list(fleet.lane.gateway.workers)
     await until(lambda: all(slot.link.status.running for slot in slots))
     values = samples((await fleet.http.get("/metrics")).text)
-    name = ("model_name", fleet.lane.model.names[0])
-    assert values["vllm:num_requests_running", name] == 7
-    assert values["vllm:num_requests_waiting", name] == 0
-    assert values["vllm:kv_cache_usage_perc", name] == 8 / 1024
+    name = (("engine", "0"), ("model_name", fleet.lane.model.names[0]))
+    assert values["vllm:num_requests_running", *name] == 7
+    assert values["vllm:num_requests_waiting", *name] == 0
+    assert values["vllm:kv_cache_usage_perc", *name] == 8 / 1024
     assert values["baton_fleet_running_requests",] == 7
+
+
+async def test_server_info_has_vllms_names_and_is_for_operators(make_fleet):
+    fleet = await make_fleet({"decode-0": None}, api_keys=KEYS)
+    one, ops = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    assert (await fleet.http.get("/server_info", headers=one)).status_code == 403
+    answer = await fleet.http.get("/server_info?config_format=json", headers=ops)
+    assert answer.json().keys() == {"vllm_config", "vllm_env", "system_env"}
+    [config] = answer.json()["vllm_config"].values()
+    assert config["model_config"]["max_model_len"] == 8192
+    assert config["cache_config"]["block_size"] == 16
+    text = (await fleet.http.get("/server_info", headers=ops)).json()["vllm_config"]
+    assert "'max_model_len': 8192" in text

@@ -9,7 +9,12 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+from opentelemetry.semconv.attributes import error_attributes, http_attributes, server_attributes
 from opentelemetry.trace import SpanKind
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 
 from loadtest.workloads.agent_traces import agent_calls
 from tests.router.conftest import MODEL, until
@@ -105,9 +110,69 @@ async def test_what_is_refused_ends_its_span_with_the_reason(fleet, spans):
     assert span.attributes["error.type"] == "context_length_exceeded"
 
 
+STATE = {"traceparent": CLIENT, "tracestate": "vendor=x,ot=th:8", "baggage": "order=66;p,a=%20b"}
+
+
 async def test_without_a_trace_the_clients_context_passes_through(fleet):
+    await fleet.chat(headers=STATE)
+    [sent] = fleet.workers["decode-0"].submissions
+    assert {name: getattr(sent, name) for name in STATE} == STATE
+
+
+async def test_a_spans_tracestate_and_the_baggage_travel_with_it(fleet, spans):
+    await fleet.chat(headers=STATE)
+    await until(lambda: len(spans()) == 1)
+    [sent] = fleet.workers["decode-0"].submissions
+    assert spans()[0].context.trace_state.to_header() == sent.tracestate == STATE["tracestate"]
+    assert sent.baggage == STATE["baggage"]
+
+
+async def test_hostile_context_is_left_out(fleet):
+    """Its values go into messages: they are short and printable, or nothing."""
+    for value in ("x" * 8193, "é=1".encode("latin-1")):
+        await fleet.chat(headers={"traceparent": CLIENT, "baggage": value, "tracestate": value})
+    await fleet.chat(headers={"tracestate": "a=1"})  # of no trace
+    for sent in fleet.workers["decode-0"].submissions:
+        assert (sent.baggage, sent.tracestate) == ("", "")
+
+
+async def test_spans_use_names_of_the_semantic_conventions(fleet, spans):
+    await fleet.chat()
+    await until(lambda: len(spans()) == 1)
+    conventions = {
+        value
+        for module in (gen_ai_attributes, server_attributes, error_attributes, http_attributes)
+        for name, value in vars(module).items()
+        if name.isupper()
+    }
+    attributes = dict(spans()[0].attributes)
+    used = {name for name in attributes if name.startswith(("gen_ai.", "server.", "http."))}
+    assert used - conventions == set()
+    assert attributes[server_attributes.SERVER_ADDRESS] == "127.0.0.1"
+    assert isinstance(attributes[server_attributes.SERVER_PORT], int)
+    assert attributes[gen_ai_attributes.GEN_AI_USAGE_REASONING_OUTPUT_TOKENS] == 0
+
+
+async def test_calls_are_metrics_of_the_conventions_with_the_trace_as_exemplar(fleet):
     await fleet.chat(headers={"traceparent": CLIENT})
-    assert fleet.workers["decode-0"].submissions[0].traceparent == CLIENT
+    await fleet.complete(max_tokens=9000)
+    accept = {"accept": "application/openmetrics-text"}
+    page = await fleet.http.get("/metrics", headers=accept)
+    assert page.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    families = {family.name: family for family in openmetrics_families(page.text)}
+    duration = families["gen_ai_server_request_duration_seconds"].samples
+    [chat, refused] = [s.labels for s in duration if s.name.endswith("_count")]
+    assert chat["gen_ai_operation_name"] == "chat"
+    assert chat["gen_ai_request_model"] == chat["gen_ai_response_model"] == MODEL
+    assert (chat["error_type"], chat["server_address"]) == ("", "127.0.0.1")
+    assert refused["gen_ai_operation_name"] == "text_completion"
+    assert refused["error_type"] == "context_length_exceeded"
+    for name in ("time_to_first_token", "time_per_output_token", "request_duration"):
+        samples = families[f"gen_ai_server_{name}_seconds"].samples
+        traced = [s.exemplar.labels for s in samples if s.exemplar is not None]
+        assert traced == [{"trace_id": CLIENT.split("-")[1]}], name
+    traced = [s for s in families["baton_e2e_seconds"].samples if s.exemplar is not None]
+    assert len(traced) == 1
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ OPERATORS = {
     "/fleet/cells",
     *("/fleet/planner", "/fleet/keys", "/fleet/keys/{key_id}", "/fleet/keys/{key_id}/rotate"),
     *("/fleet/models", "/fleet/tenants/{tenant}"),
+    *("/sleep", "/wake_up", "/is_sleeping", "/server_info"),
 }
 OWNERS = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 

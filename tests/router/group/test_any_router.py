@@ -31,7 +31,7 @@ class Other:
         return await self._client.request(method, path, headers=sent, content=body)
 
     async def ask_all(self, path, headers):
-        return {1: await self._client.get(path)}
+        return {1: await self.ask(1, "GET", path, headers)}
 
 
 def client_of(app) -> httpx.AsyncClient:

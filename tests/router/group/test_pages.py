@@ -43,7 +43,7 @@ def test_counters_and_histograms_add_up_and_gauges_are_what_they_say():
     assert found["baton_requests_total chat 200"] == 8
     assert found["baton_inter_token_seconds_count"] == 8
     assert found["baton_inter_token_seconds_bucket 0.02"] == 8
-    assert found["vllm:inter_token_latency_seconds_count m"] == 8
+    assert found["vllm:inter_token_latency_seconds_count 0 m"] == 8
     assert found["baton_queue_requests"] == 3
     assert found["baton_workers decode ready"] == 4
     assert found["baton_registry_connected"] == 0

@@ -213,7 +213,7 @@ async def test_metrics_count_each_request_once_and_phases_add_up(fleet):
     assert values["baton_generation_tokens_total", tenant] == 24
     assert values["baton_time_to_first_token_seconds_count", tenant] == 6
     model = ("model_name", MODEL)
-    assert values["vllm:generation_tokens_total", model, tenant] == 24
+    assert values["vllm:generation_tokens_total", ("engine", "0"), model] == 24
     phases = sum(v for name, v in values.items() if name[0] == "baton_phase_seconds_sum")
     assert phases == pytest.approx(values["baton_e2e_seconds_sum", tenant], rel=0.02)
     by_source = [v for name, v in values.items() if name[0] == "baton_prefix_tokens_total"]

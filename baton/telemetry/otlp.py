@@ -1,0 +1,59 @@
+"""Standard ``OTEL_*`` variables that the exports of traces, logs and metrics have in common."""
+
+import importlib
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+
+Signal = Literal["TRACES", "LOGS", "METRICS"]
+_EXPORTERS: Mapping[Signal, tuple[str, str]] = {
+    "TRACES": ("trace_exporter", "OTLPSpanExporter"),
+    "LOGS": ("_log_exporter", "OTLPLogExporter"),
+    "METRICS": ("metric_exporter", "OTLPMetricExporter"),
+}
+_LOG = logging.getLogger(__name__)
+
+
+def is_on(signal: Signal, environ: Mapping[str, str]) -> bool:
+    """Return whether a signal is exported: there is an endpoint, and the exporter is not off."""
+    endpoints = (f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    if not any(environ.get(name) for name in endpoints):
+        return False
+    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    chosen = environ.get(f"OTEL_{signal}_EXPORTER") or "otlp"
+    return "otlp" in (name.strip() for name in chosen.split(","))
+
+
+def is_grpc(signal: Signal, environ: Mapping[str, str]) -> bool:
+    """Return whether the exporter uses gRPC, and not HTTP."""
+    protocol = environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or environ.get(
+        "OTEL_EXPORTER_OTLP_PROTOCOL"
+    )
+    if protocol not in (None, "", "grpc", "http/protobuf"):
+        _LOG.warning(
+            "OTLP protocol %r is not supported (grpc, http/protobuf): using http", protocol
+        )
+    return protocol == "grpc"
+
+
+def exporter_of(signal: Signal, environ: Mapping[str, str]) -> Any:
+    """Return the SDK's exporter of a signal, which reads endpoint and headers from `os.environ`."""
+    module, name = _EXPORTERS[signal]
+    transport = "grpc" if is_grpc(signal, environ) else "http"
+    package = f"opentelemetry.exporter.otlp.proto.{transport}"
+    return getattr(importlib.import_module(f"{package}.{module}"), name)()
+
+
+def resource_of(component: str, environ: Mapping[str, str]) -> "Resource":
+    """Return the resource of a component, called ``baton-<component>`` unless it is named."""
+    # Imported here: most processes have no endpoint, and the SDK costs 100 ms and 10 MB.
+    from opentelemetry.sdk.resources import Resource
+
+    named = environ.get("OTEL_SERVICE_NAME") or "service.name=" in environ.get(
+        "OTEL_RESOURCE_ATTRIBUTES", ""
+    )
+    return Resource.create({} if named else {"service.name": f"baton-{component}"})

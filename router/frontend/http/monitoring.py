@@ -1,0 +1,71 @@
+"""Listener for monitoring: `/metrics` and the health probes on a port that is not the clients'.
+
+It needs no key and answers nothing else. A call is passed to the router's application with the
+fleet token, and without the caller's headers but ``Accept``: a caller gains no rights by them.
+Routers of one host share the port, and each answers for all.
+"""
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvicorn
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.config.clients import ClientLimitsConfig
+from baton.config.network import MonitoringConfig
+from baton.telemetry.metrics import Metrics
+from router.frontend.http.protocol import server_config
+from router.frontend.http.web_pages import PROBES
+from router.process import Process
+
+_LIMITS = ClientLimitsConfig(max_connections=64)
+
+
+class _OnlyMonitoring:
+    def __init__(self, app: ASGIApp, process: Process) -> None:
+        self._app = app
+        self._token = process.core.fleet_token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in ("/metrics", *PROBES) or scope["method"] not in ("GET", "HEAD"):
+            await PlainTextResponse("see /metrics and /health\n", 404)(scope, receive, send)
+            return
+        kept = [field for field in scope["headers"] if field[0] == b"accept"]
+        headers = [(b"host", b"localhost"), *kept]
+        if scope["path"] == "/metrics":
+            headers.append((b"authorization", b"Bearer " + self._token.shown.encode()))
+        await self._app({**scope, "headers": headers, "query_string": b""}, receive, send)
+
+
+@contextlib.asynccontextmanager
+async def monitoring(
+    app: ASGIApp, process: Process, config: MonitoringConfig | None, **tls: Any
+) -> AsyncIterator[int]:
+    """Serve the monitoring port within the context; yield its number, 0 without one.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    if config is None:
+        yield 0
+        return
+    # Metrics of its own: connections of this port are not those of clients.
+    options = server_config(
+        _OnlyMonitoring(app, process), Metrics("router"), _LIMITS, lifespan="off", **tls
+    )
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    shared = hasattr(socket, "SO_REUSEPORT")
+    address = (config.host, config.port)
+    listener = socket.create_server(address, family=family, reuse_port=shared)
+    server = uvicorn.Server(options)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]
+    serving = process.tasks.spawn(server.serve([listener]), "monitoring")
+    try:
+        yield int(listener.getsockname()[1])
+    finally:
+        server.should_exit = server.force_exit = True
+        await serving
+        listener.close()

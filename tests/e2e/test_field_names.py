@@ -1,0 +1,111 @@
+"""What dashboards, schedulers and scalers of others read is there, at a real router and workers."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.fleet_processes import NAME, chat, fleet, free_port
+from tests.telemetry import field_names
+
+Pages = dict[str, dict[str, Metric]]
+PORT = free_port()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
+    """Families without ``vllm:``, of the router's monitoring port and of both workers."""
+    also = f"clients: {{monitoring: {{port: {PORT}}}}}\n"
+    with fleet(tmp_path_factory.mktemp("f"), "prefill-0", "decode-0", also=also) as running:
+        for text in ("Name a river. " * 20, "Name a river. " * 20, "Another."):
+            body = chat(text, max_tokens=6)
+            sent = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60)
+            assert sent.status_code == 200
+        addresses = [worker.record.metrics_address for worker in running.workers.values()]
+        router, prefill, decode = map(families, (f"127.0.0.1:{PORT}", *addresses))
+        yield {"router": router, "prefill": prefill, "decode": decode}
+
+
+def families(address: str) -> dict[str, Metric]:
+    page = httpx.get(f"http://{address}/metrics", timeout=10).text
+    return {
+        family.name.removeprefix("vllm:"): family
+        for family in text_string_to_metric_families(page)
+        if family.name.startswith("vllm:")
+    }
+
+
+def series(pages: Pages) -> dict[str, list[dict[str, str]]]:
+    """Labels by the name of a series, over all processes."""
+    labels: dict[str, list[dict[str, str]]] = {}
+    for page in pages.values():
+        for family in page.values():
+            for sample in family.samples:
+                labels.setdefault(sample.name.removeprefix("vllm:"), []).append(sample.labels)
+    return labels
+
+
+@pytest.mark.parametrize("name", field_names.VLLM)
+def test_a_metric_has_the_kind_labels_and_buckets_of_vllm(pages: Pages, name: str) -> None:
+    kind, label, bounds = field_names.VLLM[name]
+    holders = [page[name] for page in pages.values() if name in page]
+    assert holders, "neither the router nor a worker has it"
+    for family in holders:
+        assert family.type == kind
+        labels = {"engine", "model_name", *filter(None, [label])}
+        counts = [sample for sample in family.samples if not sample.name.endswith("_bucket")]
+        assert {frozenset(sample.labels) for sample in counts} == {frozenset(labels)}
+        assert {sample.labels["model_name"] for sample in counts} == {NAME}
+        les = [float(s.labels["le"]) for s in family.samples if s.name.endswith("_bucket")]
+        assert les == ([*bounds, float("inf")] if bounds else [])
+        allowed = field_names.LABEL_VALUES.get(label) or field_names.LABEL_VALUES.get(
+            f"{label} of {name}"
+        )
+        if allowed:
+            assert {sample.labels[label] for sample in counts} == allowed
+
+
+@pytest.mark.parametrize("process", ["router", "prefill", "decode"])
+def test_llm_ds_scraper_finds_each_value_in_the_first_series(pages: Pages, process: str) -> None:
+    """It takes one series of a family, whichever: there must be one only."""
+    for name, labels in field_names.LLM_D.items():
+        if name == "lora_requests_info" and process != "router":
+            continue  # as at vLLM: without adapters there is none
+        (sample,) = pages[process][name].samples
+        assert all(label in sample.labels for label in labels), name
+        for label in {"block_size", "num_gpu_blocks", "max_lora"} & set(labels):
+            assert int(sample.labels[label]) > 0
+    blocks = [
+        int(pages[name]["cache_config_info"].samples[0].labels["num_gpu_blocks"]) for name in pages
+    ]
+    assert blocks[0] == sum(blocks[1:])
+
+
+@pytest.mark.parametrize("reader", ["GRAFANA", "PRODUCTION_STACK", "AIBRIX"])
+def test_each_series_that_a_reader_asks_for_is_there(pages: Pages, reader: str) -> None:
+    there = series(pages)
+    for name in getattr(field_names, reader):
+        assert any(labels.get("model_name") == NAME for labels in there.get(name, [])), name
+
+
+def test_sums_agree(pages: Pages) -> None:
+    def value(process: str, name: str, **labels: str) -> float:
+        family = next(f for n, f in pages[process].items() if name.startswith(n))
+        own = {"engine": "0", "model_name": NAME, **labels}
+        [found] = [s.value for s in family.samples if s.name == f"vllm:{name}" and s.labels == own]
+        return found
+
+    assert value("router", "request_success_total", finished_reason="length") == 3
+    assert value("router", "request_params_n_count") == 3
+    assert value("router", "request_params_max_tokens_sum") == 18
+    assert value("router", "request_max_num_generation_tokens_sum") == 18
+    prompt = value("router", "prompt_tokens_total")
+    cached = value("router", "prefix_cache_hits_total")
+    assert value("router", "prefix_cache_queries_total") == prompt > 0
+    assert value("router", "request_prefill_kv_computed_tokens_sum") == prompt - cached < prompt
+    assert value("decode", "engine_sleep_state", sleep_state="awake") == 1
+    inference = value("router", "request_inference_time_seconds_sum")
+    queue = value("router", "request_queue_time_seconds_sum")
+    assert 0 < inference + queue <= value("router", "e2e_request_latency_seconds_sum")
