@@ -24,6 +24,7 @@ from baton.types.errors import (
     InvalidRequestError,
     UnavailableError,
 )
+from baton.types.geometry import BLOCK_TOKENS
 
 _LOAD_S = 60.0  # for vLLM to load KV from another vLLM, its queue included
 
@@ -134,8 +135,8 @@ class VllmEngine(RemoteEngine):
         self._requests[command.request_id] = request
         if remote:
             self._queue(request)
-            skip_blocks = self._hand_off.skipped_blocks(request)
-            self._send(ev.Reserved(command.request_id, request.generation, skip_blocks))
+            request.skip_blocks = request.cached_tokens // BLOCK_TOKENS
+            self._send(ev.Reserved(command.request_id, request.generation, request.skip_blocks))
         else:
             self._begin(request)
 

@@ -126,9 +126,11 @@ class Running:
     def _send(self, *reports: messages.Report) -> None:
         self.reports.extend(reports)
 
-    def submit(self, prompt: list[int], kind: Kind = Kind.FULL, **params: Any) -> None:
+    def submit(
+        self, prompt: list[int], kind: Kind = Kind.FULL, skip_blocks: int = 0, **params: Any
+    ) -> None:
         sampling = msgspec.convert({"max_tokens": 8, **params}, SamplingParams)
-        spec = RequestSpec(kind=kind, params=sampling, hash_seed=SEEDS[0])
+        spec = RequestSpec(kind=kind, params=sampling, hash_seed=SEEDS[0], skip_blocks=skip_blocks)
         self.engine.handle(
             messages.Submit(request_id="r", prompt_token_ids=pack_tokens(prompt), spec=spec)
         )
@@ -141,6 +143,13 @@ class Running:
             while not self.of(kind):
                 await asyncio.sleep(0.005)
         return self.of(kind)[0]
+
+    async def until_cached(self) -> None:
+        """Wait until the first 192 tokens of `LONG` are known to be cached."""
+        own = block_hashes(SEEDS[0], LONG[:192])
+        async with asyncio.timeout(10):
+            while self.engine._prefixes.cached_tokens(own) < 192:
+                await asyncio.sleep(0.005)
 
     async def end(self) -> ev.Ended:
         ended: ev.Ended = await self.first(ev.Ended)

@@ -281,7 +281,7 @@ async def test_each_step_saves_the_blocks_that_it_fills_once(
     reported: list[tuple[int, int, int]] = []
     ended: list[tuple[int, int]] = []
     saves = SaveReports(str(tmp_path / "saves"), note(reported), lambda *end: ended.append(end))
-    parameters = {"save_pages": [*range(10, 16)], "generation": 7}
+    parameters = {"save_pages": [*range(10, 16)], "first_token": 0, "generation": 7}
     request = SimpleNamespace(request_id="r", kv_transfer_params=parameters, num_prompt_tokens=100)
     connector.update_state_after_alloc(request, None, 0)
     copies = []
@@ -306,10 +306,23 @@ async def test_each_step_saves_the_blocks_that_it_fills_once(
     connector.shutdown()
 
 
+def test_saves_begin_at_the_first_block_that_the_decode_worker_lacks(connector: Any) -> None:
+    parameters = {"save_pages": [*range(10, 14)], "first_token": 32, "generation": 7}
+    request = SimpleNamespace(request_id="r", kv_transfer_params=parameters, num_prompt_tokens=100)
+    connector.update_state_after_alloc(request, None, 0)
+    copies = []
+    for computed, scheduled in ((0, 32), (32, 40), (72, 28)):
+        step = connector.build_connector_meta(engine_step("r", computed, scheduled))
+        copies += [(copy.blocks, copy.pages, copy.end) for copy in step.saves]
+    assert copies == [([51], [10, 11], 4), ([52], [12, 13], 6)]
+    assert connector.request_finished(request, []) == (False, {"saved_tokens": 100})
+    connector.shutdown()
+
+
 async def test_a_prompt_that_ends_before_it_is_computed_was_not_saved(
     connector: Any,
 ) -> None:
-    parameters = {"save_pages": [*range(10, 16)], "generation": 7}
+    parameters = {"save_pages": [*range(10, 16)], "first_token": 0, "generation": 7}
     request = SimpleNamespace(request_id="r", kv_transfer_params=parameters, num_prompt_tokens=100)
     connector.update_state_after_alloc(request, None, 0)
     (copy,) = connector.build_connector_meta(engine_step("r", 0, 64)).saves
