@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from baton.engine.core.sequence import RequestSpec
+from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
 from baton.engine.remote.cached_prefixes import CachedPrefixes
 from baton.engine.remote.http import HttpExchange, HttpOrigin
@@ -176,7 +176,8 @@ class RemoteEngine(ABC):
 
     def _live(self, command: messages.Submit, generation: int) -> LiveRequest:
         prompt: list[int] = np.frombuffer(command.prompt_token_ids, dtype="<u4").tolist()
-        hashes = block_hashes(command.spec.hash_seed, prompt[:-1])  # the last is computed
+        is_held = command.spec.kind is Kind.HELD  # else the last token is computed
+        hashes = block_hashes(command.spec.hash_seed, prompt if is_held else prompt[:-1])
         return LiveRequest(command, prompt, generation, hashes)
 
     def _queue(self, request: LiveRequest) -> None:

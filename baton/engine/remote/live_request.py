@@ -180,7 +180,11 @@ class LiveRequest:
         """Return the report on a prompt for another worker."""
         return ev.PromptDone(
             request_id=self.submit.request_id,
-            first=tuple(self.first[choice][0] for choice in range(self.spec.params.n)),
+            first=tuple(
+                self.first[choice][0]
+                for choice in range(self.spec.params.n)
+                if self.spec.kind is not Kind.HELD
+            ),
             cached_tokens=min(self.cached_tokens, len(self.prompt)),
             queue_ns=0,
             prefill_ns=self.first_ns - self.submitted_ns,

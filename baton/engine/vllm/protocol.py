@@ -101,17 +101,22 @@ def adapter_model(ref: AdapterRef) -> str:
     return f"adapter-{ref.digest}"
 
 
-def refusal(spec: RequestSpec, hands_over: bool, adapters: bool = False) -> BatonError | None:
+def refusal(
+    spec: RequestSpec, hands_over: bool, adapters: bool = False, pulls: bool = False
+) -> BatonError | None:
     """Return the error of a request that vLLM workers do not serve, or None.
 
     Args:
         spec: The request.
         hands_over: Whether these workers hand KV over to others.
         adapters: Whether they serve LoRA adapters.
+        pulls: Whether they pull prefixes from each other.
     """
-    if spec.kind is Kind.HELD or (spec.kind is not Kind.FULL and not hands_over):
+    ended = bool(spec.emitted) and not any(spec.emitted)
+    is_pull = spec.kind is Kind.HELD or (spec.kind is Kind.REMOTE and ended)
+    if (is_pull and not pulls) or (spec.kind is not Kind.FULL and not hands_over):
         return UnavailableError("these vLLM workers do not hand over KV")
-    if spec.kind is Kind.REMOTE and spec.emitted:
+    if spec.kind is Kind.REMOTE and any(spec.emitted):
         return UnavailableError("vLLM workers resume responses without a hand-off")
     if spec.kind is not Kind.FULL and spec.params.tracks_output:
         return InvalidRequestError(
@@ -175,6 +180,22 @@ def prefill_body(
         "request_id": f"{request_id}/{choice}",
         "token_ids": prompt,
         "sampling_params": sampling_params(first_only, choice, 0, eos),
+        **_shared_fields(spec, transfer),
+    }
+    return msgspec.json.encode(body)
+
+
+def one_token_body(
+    request_id: str, prompt: Sequence[int], spec: RequestSpec, transfer: Parameters
+) -> bytes:
+    """Return the JSON body that moves the KV of a prompt, and computes one token behind it.
+
+    vLLM takes no request without a token to compute; any one will do.
+    """
+    body = {
+        "request_id": f"{request_id}/0",
+        "token_ids": [*prompt, prompt[-1]],
+        "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
         **_shared_fields(spec, transfer),
     }
     return msgspec.json.encode(body)

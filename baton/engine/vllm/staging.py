@@ -3,6 +3,9 @@
     prefill    take ──▶ vLLM saves blocks, step by step ──▶ published, pulled ──▶ release
     decode     bind ──▶ pulled and verified ──▶ vLLM loads them ──▶ release
 
+A source of a prefix does what a prefill worker does, and the worker that pulls it what a decode
+worker does. Their vLLMs compute one token behind the blocks.
+
 The pages are the worker's KV pool, a file with holes: the lowest pages are taken first, so that
 memory is used for the most pages that were in use at once. vLLM moves whole blocks only; the pages
 of the tokens behind them travel unused, and the decode worker's vLLM computes these tokens.
@@ -27,7 +30,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.engine.core.sequence import blocks_for
+from baton.engine.core.sequence import Kind, blocks_for
 from baton.engine.remote.live_request import LiveRequest, Parameters, Saved, saved_by_all
 from baton.types import events as ev
 from baton.types.errors import InternalError
@@ -115,8 +118,9 @@ class Staging:
         if not self._moved(request):
             return
         tokens = (returned or {}).get("saved_tokens")
-        if tokens != len(request.prompt):
-            raise InternalError(f"vLLM saved {tokens} of {len(request.prompt)} prompt tokens")
+        wanted = len(request.prompt) + (request.spec.kind is Kind.HELD)
+        if tokens != wanted:
+            raise InternalError(f"vLLM saved {tokens} of {wanted} prompt tokens")
 
     def progressed(
         self, generation: int, saved: Saved, rank: int

@@ -127,10 +127,21 @@ class Running:
         self.reports.extend(reports)
 
     def submit(
-        self, prompt: list[int], kind: Kind = Kind.FULL, skip_blocks: int = 0, **params: Any
+        self,
+        prompt: list[int],
+        kind: Kind = Kind.FULL,
+        skip_blocks: int = 0,
+        emitted: tuple[None, ...] = (),
+        **params: Any,
     ) -> None:
         sampling = msgspec.convert({"max_tokens": 8, **params}, SamplingParams)
-        spec = RequestSpec(kind=kind, params=sampling, hash_seed=SEEDS[0], skip_blocks=skip_blocks)
+        spec = RequestSpec(
+            kind=kind,
+            params=sampling,
+            hash_seed=SEEDS[0],
+            skip_blocks=skip_blocks,
+            emitted=emitted,
+        )
         self.engine.handle(
             messages.Submit(request_id="r", prompt_token_ids=pack_tokens(prompt), spec=spec)
         )

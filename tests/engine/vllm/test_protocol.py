@@ -168,13 +168,16 @@ def test_hand_offs_are_refused_where_vllm_cannot_continue_a_response(kind: Kind)
         assert "format, presence_penalty or frequency_penalty" in stateful.message
 
 
-def test_cached_prefixes_and_resumed_responses_are_not_handed_over() -> None:
+def test_resumed_responses_are_not_handed_over_and_prefixes_only_by_some_connectors() -> None:
     replace = msgspec.structs.replace
-    for refused in (
+    resumed = replace(spec(), kind=Kind.REMOTE, emitted=((1,),))
+    assert isinstance(refusal(resumed, hands_over=True, pulls=True), UnavailableError)
+    for pull in (
         replace(spec(), kind=Kind.HELD),
-        replace(spec(), kind=Kind.REMOTE, emitted=((1,),)),
+        replace(spec(), kind=Kind.REMOTE, emitted=(None,)),
     ):
-        assert isinstance(refusal(refused, hands_over=True), UnavailableError)
+        assert isinstance(refusal(pull, hands_over=True), UnavailableError)
+        assert refusal(pull, hands_over=True, pulls=True) is None
 
 
 def test_a_prompt_for_another_worker_requests_one_token_and_parameters() -> None:
