@@ -148,7 +148,7 @@ class VllmEngine(RemoteEngine):
             self._begin(request)
 
     def _has_cached(self, request: LiveRequest) -> bool:
-        """Return whether vLLM has the whole blocks of a prompt, as far as its KV events tell."""
+        """Return whether vLLM has the whole blocks of a prompt, as far as its KV events show."""
         whole_tokens = len(request.prompt) // self._block_tokens * self._block_tokens
         cached_tokens = self._prefixes.cached_tokens(request.hashes)
         return 0 < whole_tokens <= cached_tokens
