@@ -182,12 +182,14 @@ class RemoteEngine(ABC):
 
     def _queue(self, request: LiveRequest) -> None:
         """Count the choices of a request as waiting."""
-        request.cached_tokens = self._prefixes.cached_tokens(request.hashes)
+        cached_tokens = self._prefixes.cached_tokens(request.hashes)
+        if not request.is_cached_known:
+            request.cached_tokens = cached_tokens
         self._prefixes.sent(request)
         for choice in request.open_choices:
             context = len(request.prompt) + len(request.emitted(choice))
             comes = not request.computes
-            row = SequenceProgress(context, request.cached_tokens, request.submitted_ns, comes)
+            row = SequenceProgress(context, cached_tokens, request.submitted_ns, comes)
             self._meter.submitted(request.submit.request_id, choice, row)
         self._send(self._status())
 

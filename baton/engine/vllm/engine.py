@@ -16,6 +16,7 @@ from baton.engine.vllm.control import VllmControl, log
 from baton.engine.vllm.facts import VllmFacts
 from baton.engine.vllm.hand_off import HandOff
 from baton.engine.vllm.protocol import ChoiceStream
+from baton.engine.vllm.scored_prompt import prompt_logprobs
 from baton.model.model_config import ModelConfig
 from baton.types import events as ev
 from baton.types.errors import (
@@ -50,6 +51,8 @@ class VllmEngine(RemoteEngine):
     """
 
     target = protocol.GENERATE
+    is_attached = False
+    """Whether others have started vLLM."""
 
     def __init__(
         self,
@@ -73,7 +76,8 @@ class VllmEngine(RemoteEngine):
         self._vital(parts.control.watch(lambda: send(messages.Alive()), self._break), "health")
 
     def _refusal(self, spec: RequestSpec) -> BatonError | None:
-        return protocol.refusal(spec, self._hands_over, self._serves_adapters, self._pulls)
+        serves = self._hands_over, self._serves_adapters, self._pulls
+        return protocol.refusal(spec, *serves, is_attached=self.is_attached)
 
     def _body(self, request: LiveRequest, choice: int, parameters: Parameters | None) -> bytes:
         request_id = request.submit.request_id
@@ -147,6 +151,37 @@ class VllmEngine(RemoteEngine):
         else:
             self._begin(request)
 
+    def _begin(self, request: LiveRequest) -> None:
+        if request.spec.params.prompt_logprobs is None:
+            super()._begin(request)
+            return
+        self._tasks.spawn(self._score(request), "exchange")
+        asyncio.get_running_loop().call_soon(self._count_begun, request, request.run)
+
+    async def _score(self, request: LiveRequest) -> None:
+        """Report the log-probabilities of a prompt; respond behind its KV, which is cached then.
+
+        vLLM reads no cached prefix for them, and streams none of them.
+        """
+        prompt = request.prompt
+        alternatives = request.spec.params.prompt_logprobs or 0
+        name = request.submit.request_id
+        body = protocol.one_token_body(name, prompt, request.spec, prompt_logprobs=alternatives)
+        body = self._named(body, request.spec)
+        parts: list[bytes] = []
+        if not await self._exchange(request, min(request.open_choices), body, parts.append):
+            return
+        reading = asyncio.to_thread(prompt_logprobs, b"".join(parts), prompt, alternatives)
+        try:
+            scores = await reading
+        except InternalError as error:
+            await self._on_failure(request, error)
+            return
+        if name in self._requests:
+            request.take_cached(0)
+            self._send(ev.PromptOutputsReady(name, scores))
+            super()._begin(request)
+
     def _has_cached(self, request: LiveRequest) -> bool:
         """Return whether vLLM has the whole blocks of a prompt, as far as its KV events show."""
         whole_tokens = len(request.prompt) // self._block_tokens * self._block_tokens
@@ -183,7 +218,7 @@ class VllmEngine(RemoteEngine):
     async def _fill(self, request: LiveRequest, parameters: Parameters) -> None:
         """Let vLLM load a prefix into its cache, without a response behind it."""
         request_id = request.submit.request_id
-        body = protocol.one_token_body(request_id, request.prompt, request.spec, parameters)
+        body = protocol.prefix_body(request_id, request.prompt, request.spec, parameters)
         error: BatonError | None = None
         try:
             body = self._named(body, request.spec)
@@ -272,7 +307,7 @@ class VllmEngine(RemoteEngine):
         spec = request.spec
         wanted = self._hand_off.to_save(request, choice) if spec.params.max_tokens > 1 else None
         if spec.kind is Kind.HELD and wanted is not None:
-            body = protocol.one_token_body(request_id, request.prompt, spec, wanted)
+            body = protocol.prefix_body(request_id, request.prompt, spec, wanted)
         else:
             of = request.prompt, spec, choice, self._eos, wanted
             body = protocol.prefill_body(request_id, *of)
