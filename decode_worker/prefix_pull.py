@@ -189,19 +189,20 @@ class PrefixPuller:
 
         ``on_end`` is called once with the number of pulled tokens, but never before this returns.
         """
-        pull = PrefixPull(
-            prefix_links(request, self._parts.identity.incarnation), self._parts, on_end
-        )
+        own = self._parts.identity.incarnation
+        named = bool(self._parts.engine.client.ready.hand_off)
+        pull = PrefixPull(prefix_links(request, own, named), self._parts, on_end)
         return pull if pull.begin() else None
 
 
 def prefix_links(
-    request: decode_pb2.Submission | pb.PrefillStart, own: bytes
+    request: decode_pb2.Submission | pb.PrefillStart, own: bytes, named_adapter: bool = False
 ) -> Iterator[decode_pb2.Submission]:
     """Yield the hand-offs for a request's leading blocks; none if it must compute them.
 
     Requests for outputs of all prompt rows compute all rows, and so do probes. A worker (``own``
-    incarnation) does not pull from itself.
+    incarnation) does not pull from itself. With ``named_adapter`` the engines find the blocks of an
+    adapter by its name, too.
     """
     if request.probe or request.pooling or request.sampling.prompt_logprobs:
         return
@@ -213,7 +214,10 @@ def prefix_links(
     for number, source in enumerate((request.prefix, *request.prefix_then)):
         blocks = min(source.blocks, len(tokens) // block_bytes)
         if blocks and source.incarnation != own:
-            yield _hand_off(request, source, number, tokens[: blocks * block_bytes])
+            link = _hand_off(request, source, number, tokens[: blocks * block_bytes])
+            if named_adapter and request.HasField("adapter"):
+                link.adapter.CopyFrom(request.adapter)
+            yield link
 
 
 def _hand_off(

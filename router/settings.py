@@ -166,7 +166,7 @@ class LaneSettings:
             window_requests=config.max_batch_requests,
             starts_from_zero=pools.bounds is not None and pools.bounds.min == 0,
             slo=config.slo,
-            pull_prefixes=pools.pull_prefixes and pools.engine.external is None,
+            pull_prefixes=pools.pull_prefixes and pools.moves_blocks,
             price_per_hour=pools.auto.price_per_hour if pools.auto is not None else 0.0,
         )
 

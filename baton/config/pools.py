@@ -284,6 +284,11 @@ class PoolsConfig(Section):
         return (self.vllm.hand_off or "") if self.vllm is not None else ""
 
     @property
+    def moves_blocks(self) -> bool:
+        """True if workers can pull single blocks of each other's caches."""
+        return self.engine.external is None or self.hand_off == "baton"
+
+    @property
     def is_attached(self) -> bool:
         """True if the servers are attached."""
         return self.servers is not None

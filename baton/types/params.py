@@ -34,7 +34,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tracks_output(self) -> bool:
         """True if sampling depends on which tokens of the context are output."""
-        return bool(self.grammar or self.presence_penalty or self.frequency_penalty)
+        penalties = self.presence_penalty or self.frequency_penalty
+        return bool(self.grammar or self.bad_words or penalties)
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

@@ -70,9 +70,11 @@ def test_adapters_are_served_with_vllms_own_argument() -> None:
     assert not none.adapters
 
 
-def test_routers_let_no_worker_pull_a_prefix_from_a_vllm() -> None:
+def test_workers_pull_prefixes_from_a_vllm_only_with_batons_connector() -> None:
     assert not LaneSettings.of(config()).pull_prefixes
     assert LaneSettings.of(FleetConfig()).pull_prefixes
+    by_baton = config({"vllm": {"python": PYTHON, "hand_off": "baton"}})
+    assert LaneSettings.of(by_baton).pull_prefixes
 
 
 @pytest.mark.parametrize(

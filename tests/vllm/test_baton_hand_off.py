@@ -18,6 +18,7 @@ from tests.vllm.hand_offs import doubtful, pages_in_use, vllm_metric
 from tests.vllm.places import ARGS, MODEL, PYTHON
 from tests.vllm.test_fleet import READY_S, alone
 from tests.workers.harness import MiniRouter, WorkerProcess
+from tests.workers.test_prefix_pull import outcomes
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="`make test-vllm` makes the environment"),
 ]
 ANSWER = {"max_tokens": 12}
+TOKEN_BYTES = 30 * 2 * 3 * 64 * 2  # layers, K and V, heads, values, bf16
 EXTERNAL_HITS = "external_prefix_cache_hits_total"
 
 
@@ -67,6 +69,8 @@ async def test_hand_offs_with_damage_then_of_two_tenants_then_with_cancels() -> 
         await at_decode.connect()
         await check_tokens(at_decode, prefill)
         await check_tenants(at_decode, prefill)
+        await check_next_turn(at_decode, prefill)
+        await check_pull_from_prefill(at_decode, prefill)
         await check_cancels(at_decode, prefill)
         await at_decode.baseline(30.0)
         await at_decode.close()
@@ -125,6 +129,56 @@ async def check_tenants(router: MiniRouter, prefill: WorkerProcess) -> None:
     assert await ask("first of a", b"a" * 16) == (0, 160)
     assert await ask("again of a", b"a" * 16) == (160, 0)
     assert await ask("first of b", b"b" * 16) == (0, 160)
+
+
+async def check_next_turn(router: MiniRouter, prefill: WorkerProcess) -> None:
+    """Check that a second turn computes and moves only what is new.
+
+    The prefill worker pulls the response's blocks from the decode worker, which keeps its own.
+    """
+    decode = router.worker
+    sampling = {"max_tokens": 60, "ignore_eos": True}
+    await router.submit("turn 1", list(range(7000, 7200)), prefill, sampling=sampling)
+    assert not (await router.ended("turn 1", 60.0)).HasField("error")
+    before = [*range(7000, 7200), *router.tokens["turn 1"][0]]
+    prompt = [*before, *range(7300, 7350)]
+    held_tokens = 256  # in whole blocks, of 259 with KV
+    places = (vllm_of(prefill), vllm_of(decode))
+    loaded = [await asyncio.to_thread(vllm_metric, at, EXTERNAL_HITS) for at in places]
+    source = (decode, held_tokens // 16)
+    await router.submit("turn 2", prompt, prefill, sampling=ANSWER, prefix=source)
+    ended = await router.ended("turn 2", 60.0)
+    assert not ended.HasField("error"), ended
+    assert router.routes["turn 2"].mode == "disaggregated"
+    assert await outcomes(prefill) == {"pulled": 1}
+    assert ended.times.cached_tokens == held_tokens
+    assert ended.times.transfer_bytes == (len(prompt) - held_tokens) * TOKEN_BYTES
+    after = [await asyncio.to_thread(vllm_metric, at, EXTERNAL_HITS) for at in places]
+    assert after[0] - loaded[0] == held_tokens - 192  # it has 192 tokens of the first prompt
+    assert after[1] - loaded[1] == len(prompt) // 32 * 32 - held_tokens
+    tokens = router.tokens["turn 2"][0]
+    if tokens != await alone(places[1], prompt):
+        assert not await doubtful(places[1], prompt, tokens)
+
+
+async def check_pull_from_prefill(router: MiniRouter, prefill: WorkerProcess) -> None:
+    """Check pulls in the other direction: of blocks that are there, and of others."""
+    at_prefill = MiniRouter(prefill, "owner")
+    await at_prefill.connect()
+    prompt = list(range(9000, 9170))
+    await at_prefill.submit("warm", prompt, sampling=ANSWER)
+    assert not (await at_prefill.ended("warm", 60.0)).HasField("error")
+    await at_prefill.close()
+    for name, first, outcome in (("there", 9000, "pulled"), ("not there", 9500, "refused")):
+        await router.submit(
+            name, [*range(first, first + 170)], sampling=ANSWER, prefix=(prefill, 10)
+        )
+        ended = await router.ended(name, 60.0)
+        assert not ended.HasField("error"), ended
+        assert ended.times.cached_tokens == (160 if outcome == "pulled" else 0)
+        assert (await outcomes(router.worker))[outcome] == 1
+    tokens = router.tokens["there"][0]
+    assert not await doubtful(vllm_of(router.worker), prompt, tokens)
 
 
 async def check_cancels(router: MiniRouter, prefill: WorkerProcess) -> None:

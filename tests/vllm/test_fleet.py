@@ -241,10 +241,39 @@ def test_choices_logprobs_and_penalties_arrive(fleet: Fleet) -> None:
     assert [choice["message"]["content"] for choice in again["choices"]] == texts
 
 
+def test_bad_words_are_not_in_the_response(fleet: Fleet) -> None:
+    words = {"bad_words": ["Paris", "capital"], "max_tokens": 20}
+    answer = fleet.ask("What is the capital of France?", **words).json()
+    text = answer["choices"][0]["message"]["content"]
+    assert text
+    assert "Paris" not in text
+    assert "capital" not in text
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_vllm(fleet: Fleet) -> None:
+    """The second time, a part of the prompt is cached."""
+    prompt = list(range(1000, 1040))
+    params = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 2, "detokenize": False}
+    asked = msgspec.json.encode({"token_ids": prompt, "sampling_params": params})
+    origin = HttpOrigin.of_socket(next(iter(sockets(fleet).values())))
+    raw = asyncio.run(origin.fetch("POST", protocol.GENERATE, 60.0, asked))
+    expected = json.loads(raw)["prompt_logprobs"][1:]
+    body = {"model": "smol", "prompt": prompt, "max_tokens": 4, "prompt_logprobs": 2}
+    for _ in range(2):
+        with fleet.client() as client:
+            answer = client.post("/v1/completions", json={**body, "temperature": 0}).json()
+        assert answer["usage"]["completion_tokens"] == 4
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        rows = answer["choices"][0]["prompt_logprobs"]
+        assert rows[0] is None
+        for row, own in zip(rows[1:], expected, strict=True):
+            assert row.keys() == own.keys()
+            for token, scored in row.items():
+                assert scored["rank"] == own[token]["rank"]
+                assert scored["logprob"] == pytest.approx(own[token]["logprob"], abs=0.01)
+
+
 def test_what_vllm_lacks_is_refused_by_name(fleet: Fleet) -> None:
-    refused = fleet.ask("Hi", bad_words=["Paris"])
-    assert refused.status_code == 400
-    assert refused.json()["error"]["message"] == "bad_words are not served by vLLM workers"
     with fleet.client() as client:
         refused = client.post("/v1/embeddings", json={"model": "smol", "input": "Hi"})
     assert refused.status_code == 400
@@ -255,11 +284,23 @@ def test_a_stream_goes_on_elsewhere_when_a_shell_is_killed(fleet: Fleet) -> None
     check_a_kill(fleet, "shell")
 
 
-def check_a_kill(fleet: Fleet, victim: str) -> None:
-    """Kill a process of the worker that answers a stream, and check that the stream completes."""
+def test_a_format_goes_on_elsewhere_where_it_was(fleet: Fleet) -> None:
+    digits = "3141592653589793238462643383279502884197169399375105820974944592307816406286"
+    text = check_a_kill(fleet, "translator", guided_choice=[digits], ignore_eos=False)
+    assert digits.startswith(text)
+
+
+def check_a_kill(fleet: Fleet, victim: str, **more: Any) -> str:
+    """Kill a process of the worker that answers a stream, and check that the stream completes.
+
+    Returns:
+        The text of its 60 tokens.
+    """
     fleet.wait_until_all_are_ready()
     body = {"model": "smol", "prompt": f"A story of the {victim}:", "max_tokens": 60}
     body |= {"stream": True, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    body |= more
+    text = ""
     tokens: list[int] = []
     group: list[psutil.Process] = []
     with fleet.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
@@ -271,10 +312,12 @@ def check_a_kill(fleet: Fleet, victim: str) -> None:
             assert "error" not in chunk, chunk
             for choice in chunk["choices"]:
                 tokens += choice.get("token_ids") or []
+                text += choice["text"]
             if len(tokens) >= 20 and not group:
                 group = kill(fleet, worker_id, victim)
     assert len(tokens) == 60
     wait_for(lambda: not any(alive(one) for one in group), 20)
+    return text
 
 
 def kill(fleet: Fleet, worker_id: str, victim: str) -> list[psutil.Process]:

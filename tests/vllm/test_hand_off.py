@@ -6,11 +6,14 @@ responses of the decode worker. The tests of a pair are in ``test_pair.py``.
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
+from baton.engine.vllm.server import GENERATIONS
 from tests.fleet.test_up import wait_for
 from tests.vllm.hand_offs import (
     ANSWER,
@@ -22,6 +25,7 @@ from tests.vllm.hand_offs import (
     at_rest,
     check_a_kill,
     complete,
+    doubtful,
     route,
     serving,
     vllm_metric,
@@ -87,6 +91,29 @@ def test_two_tenants_never_share_a_block(fleet: Fleet) -> None:
     loaded = vllm_metric(decode, "external_prefix_cache_hits_total") - before
     assert loaded >= len(prompt)  # NIXL counts the first token, too
     assert stranger.json()["choices"][0]["token_ids"] == first.json()["choices"][0]["token_ids"]
+
+
+def test_the_next_turn_computes_and_moves_only_what_is_new(fleet: Fleet) -> None:
+    """With Baton's connector prefill pulls the blocks of the response from decode."""
+    first = list(range(8000, 8160))
+    answer = complete(fleet, first, max_tokens=400, ignore_eos=True)
+    time.sleep(1.0)  # until the router knows the blocks of the response
+    prompt = [*first, *answer.json()["choices"][0]["token_ids"], *range(8500, 8540)]
+    held_tokens = 544  # in whole blocks, of 559 with KV
+    second = complete(fleet, prompt, max_tokens=8)
+    with fleet.client("operator") as client:
+        report = client.get(f"/fleet/requests/{second.headers['x-request-id']}").json()
+    moved_bytes = report["worker_times_s"]["transfer_bytes"]
+    assert moved_bytes == (len(prompt) - held_tokens) * 30 * 2 * 3 * 64 * 4
+    decode = route(second)["decode"]
+    socket = sockets(fleet)[decode]
+    if Path(socket).with_name(GENERATIONS).exists():
+        assert report["prefix_from"][-1] == {"worker_id": decode, "blocks": held_tokens // 16}
+        assert cached(second) == held_tokens
+    else:
+        assert cached(second) <= len(first)
+    tokens = second.json()["choices"][0]["token_ids"]
+    assert not asyncio.run(doubtful(socket, prompt, tokens))
 
 
 def cached(answer: httpx.Response) -> int:

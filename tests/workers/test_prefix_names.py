@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import pytest
 from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 
@@ -13,7 +14,7 @@ from baton.engine.process import messages
 from baton.engine.process.handle import EngineHandle
 from baton.types.geometry import KvGeometry
 from baton.wire.tokens import pack_tokens, unpack_tokens
-from decode_worker.prefix_pull import PrefixPuller
+from decode_worker.prefix_pull import PrefixPuller, prefix_links
 from kvtransfer.chunk import PoolView
 
 GEOMETRY = KvGeometry(num_layers=2, num_blocks=32, num_kv_heads=2, head_dim=16, dtype="bf16")
@@ -22,7 +23,7 @@ GEOMETRY = KvGeometry(num_layers=2, num_blocks=32, num_kv_heads=2, head_dim=16, 
 class Client:
     """The socket to a step loop that reads its commands when the test says so."""
 
-    ready = SimpleNamespace(geometry=GEOMETRY)
+    ready = SimpleNamespace(geometry=GEOMETRY, hand_off="")
 
     def __init__(self) -> None:
         self.scheduler = Scheduler(BlockPool(32), SchedulerConfig(), (2,))
@@ -92,3 +93,14 @@ async def test_a_pull_that_is_cancelled_and_opened_again_at_once_leaves_no_reser
         client.step()
     assert client.scheduler.batch.reservations.reserved_blocks == 0
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_blocks_of_an_adapter_are_pulled_with_its_name_where_engines_need_it(named: bool) -> None:
+    request = pb.PrefillStart(
+        prompt_tokens=pack_tokens(range(40)),
+        adapter=common_pb2.Adapter(name="french"),
+        prefix=common_pb2.PrefixSource(worker_id="a", incarnation=b"a", blocks=2),
+    )
+    (link,) = prefix_links(request, b"own", named)
+    assert link.adapter.name == ("french" if named else "")

@@ -52,7 +52,8 @@ class RunnerCapabilities(msgspec.Struct, frozen=True, kw_only=True):
         scored = params.prompt_logprobs is not None
         pooling = request.pooling
         if (scored and not self.prompt_logprobs) or (pooling and pooling not in self.poolings):
-            return InvalidRequestError(f"prompt_logprobs and embeddings are not served by {name}")
+            what = "embeddings" if self.prompt_logprobs else "prompt_logprobs and embeddings"
+            return InvalidRequestError(f"{what} are not served by {name}")
         if params.logprobs is not None and not self.logprobs:
             return InvalidRequestError(f"logprobs are not served by {name}")
         if params.logit_bias and not self.logit_bias:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from baton.engine.core.sequence import RequestSpec
+from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
 from baton.engine.remote.cached_prefixes import CachedPrefixes
 from baton.engine.remote.http import HttpExchange, HttpOrigin
@@ -176,17 +176,20 @@ class RemoteEngine(ABC):
 
     def _live(self, command: messages.Submit, generation: int) -> LiveRequest:
         prompt: list[int] = np.frombuffer(command.prompt_token_ids, dtype="<u4").tolist()
-        hashes = block_hashes(command.spec.hash_seed, prompt[:-1])  # the last is computed
+        is_held = command.spec.kind is Kind.HELD  # else the last token is computed
+        hashes = block_hashes(command.spec.hash_seed, prompt if is_held else prompt[:-1])
         return LiveRequest(command, prompt, generation, hashes)
 
     def _queue(self, request: LiveRequest) -> None:
         """Count the choices of a request as waiting."""
-        request.cached_tokens = self._prefixes.cached_tokens(request.hashes)
+        cached_tokens = self._prefixes.cached_tokens(request.hashes)
+        if not request.is_cached_known:
+            request.cached_tokens = cached_tokens
         self._prefixes.sent(request)
         for choice in request.open_choices:
             context = len(request.prompt) + len(request.emitted(choice))
             comes = not request.computes
-            row = SequenceProgress(context, request.cached_tokens, request.submitted_ns, comes)
+            row = SequenceProgress(context, cached_tokens, request.submitted_ns, comes)
             self._meter.submitted(request.submit.request_id, choice, row)
         self._send(self._status())
 

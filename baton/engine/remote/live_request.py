@@ -50,7 +50,8 @@ class LiveRequest:
         generation: Number of the hand-off at this worker; 0: none.
         loading: Choices whose KV is not known to be loaded; ``withheld`` are their reports.
         first: First tokens and parameters of a prompt for another worker, by choice.
-        pages: Its pages of the worker's pool, see ``staging.py``.
+        skip_blocks: Leading blocks of the prompt that do not travel: the decode worker has them.
+        pages: Page of the worker's pool for each block of the prompt, see ``staging.py``.
         saving: Choice whose vLLM request may write into them; None: none does.
         saved_by_rank: What each rank of vLLM has reported as saved.
         ended_ranks: Ranks that write no more into the pages.
@@ -85,6 +86,7 @@ class LiveRequest:
         self.withheld: list[messages.Report] = []
         self.late: asyncio.TimerHandle | None = None
         self.first: dict[int, tuple[SampledToken, Parameters]] = {}
+        self.skip_blocks = submit.spec.skip_blocks
         self.pages: tuple[int, ...] = ()
         self.saving: int | None = None
         self.saved_by_rank: list[Saved] = []
@@ -178,7 +180,11 @@ class LiveRequest:
         """Return the report on a prompt for another worker."""
         return ev.PromptDone(
             request_id=self.submit.request_id,
-            first=tuple(self.first[choice][0] for choice in range(self.spec.params.n)),
+            first=tuple(
+                self.first[choice][0]
+                for choice in range(self.spec.params.n)
+                if self.spec.kind is not Kind.HELD
+            ),
             cached_tokens=min(self.cached_tokens, len(self.prompt)),
             queue_ns=0,
             prefill_ns=self.first_ns - self.submitted_ns,

@@ -294,6 +294,8 @@ def numerics_of(facts: ServerFacts, hand_off: str) -> VllmFacts:
 class AttachedVllm(AttachedEngine, VllmEngine):
     """Live requests of one attached vLLM."""
 
+    is_attached = True
+
     def __init__(
         self,
         send: Callable[..., None],

@@ -16,6 +16,7 @@ from baton.engine.vllm.control import VllmControl, log
 from baton.engine.vllm.facts import VllmFacts
 from baton.engine.vllm.hand_off import HandOff
 from baton.engine.vllm.protocol import ChoiceStream
+from baton.engine.vllm.scored_prompt import prompt_logprobs
 from baton.model.model_config import ModelConfig
 from baton.types import events as ev
 from baton.types.errors import (
@@ -24,6 +25,7 @@ from baton.types.errors import (
     InvalidRequestError,
     UnavailableError,
 )
+from baton.types.geometry import BLOCK_TOKENS
 
 _LOAD_S = 60.0  # for vLLM to load KV from another vLLM, its queue included
 
@@ -49,6 +51,8 @@ class VllmEngine(RemoteEngine):
     """
 
     target = protocol.GENERATE
+    is_attached = False
+    """Whether others have started vLLM."""
 
     def __init__(
         self,
@@ -62,6 +66,8 @@ class VllmEngine(RemoteEngine):
         super().__init__(send, origin, parts.prefixes, facts.pool_blocks, config.vocab_size)
         self._control = parts.control
         self._hands_over = bool(facts.hand_off)
+        self._pulls = facts.hand_off.startswith("baton/")
+        self._block_tokens = facts.block_tokens
         self._hand_off = parts.hand_off
         self._generation = 0  # of the latest hand-off at this worker
         self._eos = config.eos_token_ids
@@ -70,7 +76,8 @@ class VllmEngine(RemoteEngine):
         self._vital(parts.control.watch(lambda: send(messages.Alive()), self._break), "health")
 
     def _refusal(self, spec: RequestSpec) -> BatonError | None:
-        return protocol.refusal(spec, self._hands_over, self._serves_adapters)
+        serves = self._hands_over, self._serves_adapters, self._pulls
+        return protocol.refusal(spec, *serves, is_attached=self.is_attached)
 
     def _body(self, request: LiveRequest, choice: int, parameters: Parameters | None) -> bytes:
         request_id = request.submit.request_id
@@ -121,23 +128,65 @@ class VllmEngine(RemoteEngine):
             super()._submit(command, error)
 
     def _start(self, command: messages.Submit) -> None:
-        remote = command.spec.kind is Kind.REMOTE
-        hands_over = command.spec.kind is not Kind.FULL
+        kind = command.spec.kind
+        remote = kind is Kind.REMOTE
+        hands_over = kind is not Kind.FULL
         self._generation += hands_over
         request = self._live(command, self._generation * hands_over)
-        for_other = command.spec.kind is Kind.PREFILL and command.spec.params.max_tokens > 1
-        if for_other and not self._hand_off.take(request):
-            full = UnavailableError("this worker holds KV for other workers and has no more room")
-            self._send(ev.Ended(command.request_id, full.code, full.message))
+        for_other = kind in (Kind.PREFILL, Kind.HELD) and command.spec.params.max_tokens > 1
+        why = ""
+        if kind is Kind.HELD and not self._has_cached(request):
+            why = "this worker's vLLM does not have the blocks"
+        elif for_other and not self._hand_off.take(request):
+            why = "this worker holds KV for other workers and has no more room"
+        if why:
+            self._send(ev.Ended(command.request_id, UnavailableError.code, why))
             self._adapters.ended(command.request_id)
             return
         self._requests[command.request_id] = request
         if remote:
             self._queue(request)
-            skip_blocks = self._hand_off.skipped_blocks(request)
-            self._send(ev.Reserved(command.request_id, request.generation, skip_blocks))
+            request.skip_blocks = request.cached_tokens // BLOCK_TOKENS
+            self._send(ev.Reserved(command.request_id, request.generation, request.skip_blocks))
         else:
             self._begin(request)
+
+    def _begin(self, request: LiveRequest) -> None:
+        if request.spec.params.prompt_logprobs is None:
+            super()._begin(request)
+            return
+        self._tasks.spawn(self._score(request), "exchange")
+        asyncio.get_running_loop().call_soon(self._count_begun, request, request.run)
+
+    async def _score(self, request: LiveRequest) -> None:
+        """Report the log-probabilities of a prompt; respond behind its KV, which is cached then.
+
+        vLLM reads no cached prefix for them, and streams none of them.
+        """
+        prompt = request.prompt
+        alternatives = request.spec.params.prompt_logprobs or 0
+        name = request.submit.request_id
+        body = protocol.one_token_body(name, prompt, request.spec, prompt_logprobs=alternatives)
+        body = self._named(body, request.spec)
+        parts: list[bytes] = []
+        if not await self._exchange(request, min(request.open_choices), body, parts.append):
+            return
+        reading = asyncio.to_thread(prompt_logprobs, b"".join(parts), prompt, alternatives)
+        try:
+            scores = await reading
+        except InternalError as error:
+            await self._on_failure(request, error)
+            return
+        if name in self._requests:
+            request.take_cached(0)
+            self._send(ev.PromptOutputsReady(name, scores))
+            super()._begin(request)
+
+    def _has_cached(self, request: LiveRequest) -> bool:
+        """Return whether vLLM has the whole blocks of a prompt, as far as its KV events show."""
+        whole_tokens = len(request.prompt) // self._block_tokens * self._block_tokens
+        cached_tokens = self._prefixes.cached_tokens(request.hashes)
+        return 0 < whole_tokens <= cached_tokens
 
     def _bind(self, command: messages.Bind) -> None:
         request = self._requests.get(command.request_id)
@@ -156,12 +205,29 @@ class VllmEngine(RemoteEngine):
         except InternalError as error:
             self._load_failed(request, error.message)
             return
+        if self._pulls and not request.open_choices:
+            self._tasks.spawn(self._fill(request, choices[0]), "fill")
+            return
         request.loading.update(request.open_choices)
         request.late = asyncio.get_running_loop().call_later(
             _LOAD_S, self._load_failed, request, f"vLLM loaded no KV within {_LOAD_S:.0f} s"
         )
         for choice in request.open_choices:
             self._tasks.spawn(self._stream(request, choice, choices[choice]), "exchange")
+
+    async def _fill(self, request: LiveRequest, parameters: Parameters) -> None:
+        """Let vLLM load a prefix into its cache, without a response behind it."""
+        request_id = request.submit.request_id
+        body = protocol.prefix_body(request_id, request.prompt, request.spec, parameters)
+        error: BatonError | None = None
+        try:
+            body = self._named(body, request.spec)
+            await self._origin.fetch("POST", self.target, _LOAD_S, body)
+        except UnavailableError as failed:
+            log(f"cannot load a prefix: request={request_id}: {failed.message}")
+            error = failed
+        if request_id in self._requests:
+            self._end(request, error)
 
     def _loaded(self, request: LiveRequest) -> None:
         """Report that vLLM has the KV of all choices, and what they have brought so far."""
@@ -212,7 +278,7 @@ class VllmEngine(RemoteEngine):
                 self._loaded(request)
 
     def _ask(self, request: LiveRequest, choice: int) -> Coroutine[Any, Any, None]:
-        prefills = request.spec.kind is Kind.PREFILL
+        prefills = request.spec.kind in (Kind.PREFILL, Kind.HELD)
         return self._prefill(request, choice) if prefills else super()._ask(request, choice)
 
     async def _unwanted(self, request: LiveRequest, choice: int, exchange: HttpExchange) -> None:
@@ -240,7 +306,11 @@ class VllmEngine(RemoteEngine):
         request_id = request.submit.request_id
         spec = request.spec
         wanted = self._hand_off.to_save(request, choice) if spec.params.max_tokens > 1 else None
-        body = protocol.prefill_body(request_id, request.prompt, spec, choice, self._eos, wanted)
+        if spec.kind is Kind.HELD and wanted is not None:
+            body = protocol.prefix_body(request_id, request.prompt, spec, wanted)
+        else:
+            of = request.prompt, spec, choice, self._eos, wanted
+            body = protocol.prefill_body(request_id, *of)
         body = self._named(body, spec)
         parts: list[bytes] = []
         complete = await self._exchange(request, choice, body, parts.append)

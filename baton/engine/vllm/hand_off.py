@@ -24,10 +24,6 @@ class HandOff(Protocol):
     def release(self, request: LiveRequest) -> None:
         """Free the room of a request, as soon as vLLM writes no more into it."""
 
-    def skipped_blocks(self, request: LiveRequest) -> int:
-        """Return the number of first blocks that another worker need not send."""
-        ...
-
     def to_save(self, request: LiveRequest, choice: int) -> Parameters | None:
         """Return the parameters with which vLLM keeps a prompt's KV; None if it need not."""
         ...

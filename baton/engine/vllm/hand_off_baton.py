@@ -48,10 +48,6 @@ class BatonHandOff(HandOff):
         """Free the pages, unless vLLM may write into them."""
         self._send(*self._staging.release(request))
 
-    def skipped_blocks(self, request: LiveRequest) -> int:
-        """Return 0: vLLM may evict the blocks that it has cached."""
-        return 0
-
     def to_save(self, request: LiveRequest, choice: int) -> Parameters | None:
         """Return the pages, for the choice whose vLLM request fills them."""
         return self._staging.to_save(request) if choice == request.saving else None

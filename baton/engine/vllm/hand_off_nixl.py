@@ -16,7 +16,6 @@ import msgspec
 from baton.engine.remote.live_request import LiveRequest, Parameters
 from baton.engine.vllm.hand_off import HandOff
 from baton.types.errors import InternalError
-from baton.types.geometry import BLOCK_TOKENS
 
 
 class NixlHandOff(HandOff):
@@ -36,10 +35,6 @@ class NixlHandOff(HandOff):
 
     def release(self, request: LiveRequest) -> None:
         """Do nothing: vLLM frees its memory when the other vLLM has read it."""
-
-    def skipped_blocks(self, request: LiveRequest) -> int:
-        """Return the number of cached blocks; vLLM reads them too if it has evicted them."""
-        return request.cached_tokens // BLOCK_TOKENS
 
     def to_save(self, request: LiveRequest, choice: int) -> Parameters:
         """Return the parameters of a prompt whose KV vLLM holds."""

@@ -20,8 +20,11 @@ from baton.types.params import AdapterRef, SampledToken, SamplingParams
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 
-CAPABILITIES = RunnerCapabilities(
-    engine="vLLM workers", grammars=True, bad_words=False, adapters=True
+_ATTACHED = RunnerCapabilities(
+    engine="attached vLLM servers", grammars=True, bad_words=False, adapters=True
+)
+_STARTED = RunnerCapabilities(
+    engine="vLLM workers", grammars=True, prompt_logprobs=True, adapters=True
 )
 
 _EVENT_BYTES = 8 << 20  # of a stream; one token with 20 alternatives has about 2 KB
@@ -101,34 +104,45 @@ def adapter_model(ref: AdapterRef) -> str:
     return f"adapter-{ref.digest}"
 
 
-def refusal(spec: RequestSpec, hands_over: bool, adapters: bool = False) -> BatonError | None:
+def refusal(
+    spec: RequestSpec,
+    hands_over: bool,
+    adapters: bool = False,
+    pulls: bool = False,
+    is_attached: bool = False,
+) -> BatonError | None:
     """Return the error of a request that vLLM workers do not serve, or None.
 
     Args:
         spec: The request.
         hands_over: Whether these workers hand KV over to others.
         adapters: Whether they serve LoRA adapters.
+        pulls: Whether they pull prefixes from each other.
+        is_attached: Whether others have started vLLM, so that it heeds no extra arguments.
     """
-    if spec.kind is Kind.HELD or (spec.kind is not Kind.FULL and not hands_over):
+    ended = bool(spec.emitted) and not any(spec.emitted)
+    is_pull = spec.kind is Kind.HELD or (spec.kind is Kind.REMOTE and ended)
+    if (is_pull and not pulls) or (spec.kind is not Kind.FULL and not hands_over):
         return UnavailableError("these vLLM workers do not hand over KV")
-    if spec.kind is Kind.REMOTE and spec.emitted:
+    if spec.kind is Kind.REMOTE and any(spec.emitted):
         return UnavailableError("vLLM workers resume responses without a hand-off")
-    if spec.kind is not Kind.FULL and spec.params.tracks_output:
+    scored = spec.params.prompt_logprobs is not None
+    if spec.kind is not Kind.FULL and (spec.params.tracks_output or scored):
         return InvalidRequestError(
-            "vLLM workers do not hand over responses with a format, presence_penalty or "
-            "frequency_penalty: leave x-baton-mode out"
+            "vLLM workers do not hand over responses with a format, bad_words, prompt_logprobs, "
+            "presence_penalty or frequency_penalty: leave x-baton-mode out"
         )
-    if any(spec.emitted) and spec.params.grammar:
+    if is_attached and any(spec.emitted) and spec.params.grammar:
         return UnavailableError(
-            "a response with a format cannot be resumed by vLLM workers, which would begin the "
-            "format again"
+            "a response with a format cannot be resumed by attached vLLM servers, which would "
+            "begin the format again"
         )
     if spec.adapter is not None and not adapters:
         return InvalidRequestError(
             "LoRA adapters are not served by these vLLM workers: add `--enable-lora` to "
             "pools.vllm.args, and set adapters.max_loaded"
         )
-    return CAPABILITIES.refusal(spec)
+    return (_ATTACHED if is_attached else _STARTED).refusal(spec)
 
 
 def generate_body(
@@ -141,14 +155,14 @@ def generate_body(
 ) -> bytes:
     """Return the JSON body that requests one choice.
 
-    Emitted tokens of a resumed response follow the prompt. vLLM does not count them in presence
-    and frequency penalties. With ``transfer`` vLLM loads the KV from another vLLM.
+    Emitted tokens of a resumed response follow the prompt. vLLM does not count them in bad words,
+    and presence and frequency penalties. With ``transfer`` vLLM loads the KV from another vLLM.
     """
     emitted = (spec.emitted[choice] if spec.emitted else None) or ()
     body = {
         "request_id": f"{request_id}/{choice}",
         "token_ids": [*prompt, *emitted],
-        "sampling_params": sampling_params(spec.params, choice, len(emitted), eos),
+        "sampling_params": sampling_params(spec.params, choice, emitted, eos),
         "stream": True,
         "stream_options": {"include_usage": True},
         **_shared_fields(spec, transfer),
@@ -174,7 +188,34 @@ def prefill_body(
     body = {
         "request_id": f"{request_id}/{choice}",
         "token_ids": prompt,
-        "sampling_params": sampling_params(first_only, choice, 0, eos),
+        "sampling_params": sampling_params(first_only, choice, (), eos),
+        **_shared_fields(spec, transfer),
+    }
+    return msgspec.json.encode(body)
+
+
+def prefix_body(
+    request_id: str, prefix: Sequence[int], spec: RequestSpec, transfer: Parameters
+) -> bytes:
+    """Return the JSON body that moves the KV of a prefix.
+
+    vLLM takes no request without a token to compute; any one behind the prefix will do.
+    """
+    return one_token_body(request_id, [*prefix, prefix[-1]], spec, transfer)
+
+
+def one_token_body(
+    request_id: str,
+    prompt: Sequence[int],
+    spec: RequestSpec,
+    transfer: Parameters | None = None,
+    **sampling: int,
+) -> bytes:
+    """Return the JSON body of a request for what vLLM does to compute one token of any choice."""
+    body = {
+        "request_id": f"{request_id}/0",
+        "token_ids": prompt,
+        "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **sampling},
         **_shared_fields(spec, transfer),
     }
     return msgspec.json.encode(body)
@@ -190,34 +231,42 @@ def _shared_fields(spec: RequestSpec, transfer: Parameters | None) -> dict[str, 
 
 
 def sampling_params(
-    params: SamplingParams, choice: int, emitted: int, eos: Sequence[int]
+    params: SamplingParams, choice: int, emitted: Sequence[int], eos: Sequence[int]
 ) -> dict[str, Any]:
-    """Return vLLM's sampling parameters for one choice that has ``emitted`` tokens already."""
+    """Return vLLM's sampling parameters for one choice that has ``emitted`` tokens already.
+
+    The extra arguments are of ``inside/baton_sampling.py``.
+    """
     stops = set(params.stop_token_ids)
     if not params.ignore_eos:
         stops.update(eos)
     result: dict[str, Any] = {
-        "max_tokens": params.max_tokens - emitted,
+        "max_tokens": params.max_tokens - len(emitted),
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
         "min_p": params.min_p,
         "stop_token_ids": sorted(stops),
         "ignore_eos": params.ignore_eos,
-        "min_tokens": max(0, params.min_tokens - emitted),
+        "min_tokens": max(0, params.min_tokens - len(emitted)),
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "repetition_penalty": params.repetition_penalty,
         "detokenize": False,
     }
     if params.temperature:  # a resumed choice must not draw its first noise again
-        result["seed"] = (params.seed + choice + emitted * 0x9E3779B97F4A7C15) & _SEED_MASK
+        noise = params.seed + choice + len(emitted) * 0x9E3779B97F4A7C15
+        result["seed"] = noise & _SEED_MASK
     if params.logprobs is not None:  # vLLM counts the sampled token; see ``_alternatives``
         result["logprobs"] = params.logprobs + 1 if params.logprobs else 0
     if params.logit_bias:
         result["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
     if params.grammar:
         result["structured_outputs"] = {"grammar": params.grammar}
+    result["extra_args"] = {
+        **({"baton_bad_words": params.bad_words} if params.bad_words else {}),
+        **({"baton_emitted": emitted} if params.grammar and emitted else {}),
+    }
     return result
 
 

@@ -77,6 +77,7 @@ def _hand_off_arguments(engine: ExternalEngine, folder: Path, pool: str) -> list
     }
     if engine.hand_off == "baton":
         connector["kv_connector"] = "BatonConnector"
+        connector["kv_role"] = "kv_both"  # prefixes are pulled from workers of either role
         connector["kv_connector_module_path"] = "baton_kv"
         files = {name: f"{folder}/{name}" for name in ("order", GENERATIONS, SAVES)}
         connector["kv_connector_extra_config"] = {"pool": pool, **files}

@@ -3,9 +3,15 @@
     prefill    take ──▶ vLLM saves blocks, step by step ──▶ published, pulled ──▶ release
     decode     bind ──▶ pulled and verified ──▶ vLLM loads them ──▶ release
 
+A source of a prefix does what a prefill worker does, and the worker that pulls it what a decode
+worker does. Their vLLMs compute one token behind the blocks.
+
 The pages are the worker's KV pool, a file with holes: the lowest pages are taken first, so that
 memory is used for the most pages that were in use at once. vLLM moves whole blocks only; the pages
 of the tokens behind them travel unused, and the decode worker's vLLM computes these tokens.
+
+Leading blocks that the decode worker's vLLM has cached have no pages: they do not travel. If it has
+evicted one when it loads the others, it loads none and computes the prompt.
 
 vLLM's connector (``inside/baton_kv.py``) reports saved pages. On CPUs a prompt is saved when vLLM
 responds, and reports may be lost. On GPUs vLLM may save pages after its response, which has their
@@ -24,6 +30,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.engine.core.sequence import Kind, blocks_for
 from baton.engine.remote.live_request import LiveRequest, Parameters, Saved, saved_by_all
 from baton.types import events as ev
 from baton.types.errors import InternalError
@@ -85,20 +92,20 @@ class Staging:
         if request in self._waiting:
             self._waiting.remove(request)
         if request.saving is None:
-            self._generations[[*request.pages]] = 0
-            for page in request.pages:
+            own = request.pages[self._first(request) :]
+            self._generations[[*own]] = 0
+            for page in own:
                 heapq.heappush(self._free, page)
             request.pages = ()
         return self._grant()
 
     def to_save(self, request: LiveRequest) -> Parameters:
         """Return vLLM's parameters for the request that fills the pages."""
-        return {"save_pages": self._whole(request), "generation": request.generation}
+        return {"save_pages": self._moved(request), **self._place(request)}
 
     def to_load(self, request: LiveRequest) -> Parameters:
         """Return vLLM's parameters for a request that loads the pages."""
-        pages = self._whole(request)
-        return {"load_pages": pages, "first_token": 0, "generation": request.generation}
+        return {"load_pages": self._moved(request), **self._place(request)}
 
     def check_saved(self, request: LiveRequest, returned: Parameters | None) -> None:
         """Check what vLLM returned for a prompt that it had to save.
@@ -108,11 +115,12 @@ class Staging:
         """
         if request.saved_pages < 0:
             raise InternalError("vLLM cannot save the KV of a prompt; see the worker's engine log")
-        if not self._whole(request):
+        if not self._moved(request):
             return
         tokens = (returned or {}).get("saved_tokens")
-        if tokens != len(request.prompt):
-            raise InternalError(f"vLLM saved {tokens} of {len(request.prompt)} prompt tokens")
+        wanted = len(request.prompt) + (request.spec.kind is Kind.HELD)
+        if tokens != wanted:
+            raise InternalError(f"vLLM saved {tokens} of {wanted} prompt tokens")
 
     def progressed(
         self, generation: int, saved: Saved, rank: int
@@ -184,10 +192,20 @@ class Staging:
             reports.insert(0, admitted)
         return reports
 
-    def _whole(self, request: LiveRequest) -> tuple[int, ...]:
-        """Return the pages of the whole blocks of vLLM that a prompt fills."""
+    def _moved(self, request: LiveRequest) -> tuple[int, ...]:
+        """Return the pages of the whole blocks of vLLM that a prompt fills and that travel."""
         tokens = len(request.prompt) // self._block_tokens * self._block_tokens
-        return request.pages[: tokens // BLOCK_TOKENS]
+        return request.pages[self._first(request) : tokens // BLOCK_TOKENS]
+
+    def _place(self, request: LiveRequest) -> Parameters:
+        first_token = self._first(request) * BLOCK_TOKENS
+        return {"first_token": first_token, "generation": request.generation}
+
+    def _first(self, request: LiveRequest) -> int:
+        """Return the first block of a prompt with a page of its own, the first of a vLLM block."""
+        last = max(blocks_for(len(request.prompt)) - 1, 0)
+        first = min(request.skip_blocks, last)
+        return first - first % (self._block_tokens // BLOCK_TOKENS)
 
     def _grant(self) -> list[ev.Bound]:
         granted: list[ev.Bound] = []
@@ -198,11 +216,13 @@ class Staging:
         return granted
 
     def _give(self, request: LiveRequest) -> bool:
-        count = -(-len(request.prompt) // BLOCK_TOKENS)
+        first = self._first(request)
+        count = blocks_for(len(request.prompt)) - first
         if count > len(self._free):
             return False
-        request.pages = tuple(heapq.heappop(self._free) for _ in range(count))
-        self._generations[[*request.pages]] = request.generation
+        own = tuple(heapq.heappop(self._free) for _ in range(count))
+        self._generations[[*own]] = request.generation
+        request.pages = own[:1] * first + own  # nothing is read or written for skipped blocks
         return True
 
 
@@ -213,7 +233,7 @@ def _rectangle(
 
     None for ``layers`` stands for all layers.
     """
-    begin = max(begin, request.spec.skip_blocks)
+    begin = max(begin, request.skip_blocks)
     if end <= begin or (layers is not None and not layers):
         return None
     return ev.Published(

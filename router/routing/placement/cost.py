@@ -177,7 +177,7 @@ class Candidate(NamedTuple):
             "decode": self.decode.worker_id,
             "mode": self.mode,
             "uncached_tokens": self.uncached_tokens,
-            "prefix_from": [source._asdict() for source in self.links],
+            "prefix_from": [source.described() for source in self.links],
             "cost_s": round(self.terms.total_s, 6),
             "terms": {name: round(value, 6) for name, value in self.terms._asdict().items()},
         }

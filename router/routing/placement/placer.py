@@ -250,7 +250,7 @@ class Placer:
 
         Such an engine takes over the KV of a prompt and its first token, but no other output.
         """
-        must = request.goes_on or request.sampling.tracks_output
+        must = request.goes_on or request.whole_prompt or request.sampling.tracks_output
         if request.mode != "auto" or not (self._settings.external and must):
             return request
         return replace(request, mode="colocated")

@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 # Time until the first byte of a link: two engines respond, each between two of its steps.
 PULL_OVERHEAD_S = 0.03
+# The same for engines of others: each serves an HTTP request and computes a token for it. This is
+# of two vLLMs on a CPU.
+ENGINE_PULL_OVERHEAD_S = 0.1
 # Number of workers with most blocks of a prompt that are priced as its sources.
 MAX_SOURCES = 4
 MAX_LINKS = 3
@@ -25,6 +28,11 @@ class Source(NamedTuple):
 
     worker_id: str
     blocks: int
+    overhead_s: float = PULL_OVERHEAD_S
+
+    def described(self) -> dict[str, object]:
+        """Return the source as reports show it."""
+        return {"worker_id": self.worker_id, "blocks": self.blocks}
 
 
 class Chain(NamedTuple):
@@ -52,7 +60,7 @@ def cheapest_chains(
             ends.append((source, rate))
 
     def link_s(source: Source, rate: float, before: int) -> float:
-        return PULL_OVERHEAD_S + (source.blocks - before) * block_bytes / rate
+        return source.overhead_s + (source.blocks - before) * block_bytes / rate
 
     chains = [Chain((source,), link_s(source, rate, held_blocks)) for source, rate in ends]
     for _ in range(min(MAX_LINKS, len(ends)) - 1):

@@ -29,7 +29,7 @@ from router.routing.placement.cost import (
     PREFILL_OVERHEAD_S,
 )
 from router.routing.placement.edges import ReportedEdges
-from router.routing.placement.prefix_sources import MAX_SOURCES, PULL_OVERHEAD_S, Source
+from router.routing.placement.prefix_sources import MAX_SOURCES, Source
 from router.routing.placement.worker_load import ParsedReport, Rates
 
 NO_TIERS_AT_ALL: Mapping[int, tuple[int, float]] = {}
@@ -106,7 +106,6 @@ class PricingBuffers:
             prefill_overhead_s=PREFILL_OVERHEAD_S,
             edge_overhead_s=EDGE_OVERHEAD_S,
             exposed_share=EXPOSED_SHARE,
-            pull_overhead_s=PULL_OVERHEAD_S,
         )
         self.arrays: dict[str, npt.NDArray[Any]] = {}
         self.addresses = {
@@ -253,6 +252,7 @@ class Pricing:
         prompt.moves_kv = asked.moves_kv
         prompt.crowding_prefill, prompt.crowding_decode = crowding
         prompt.sources = len(asked.sources)
+        prompt.pull_overhead_s = max((source.overhead_s for source in asked.sources), default=0.0)
         for place, source in enumerate(asked.sources):
             prompt.source_blocks[place] = source.blocks
 

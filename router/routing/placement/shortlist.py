@@ -19,7 +19,12 @@ from router.routing.placement.block_table import HASH_BYTES
 from router.routing.placement.booked_load import LoadBook, Unreported
 from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import Candidate, WorkerLoad, price
-from router.routing.placement.prefix_sources import MAX_SOURCES, PULL_OVERHEAD_S, Source
+from router.routing.placement.prefix_sources import (
+    ENGINE_PULL_OVERHEAD_S,
+    MAX_SOURCES,
+    PULL_OVERHEAD_S,
+    Source,
+)
 from router.routing.placement.pricing import Asked, Pricing
 from router.routing.placement.worker_columns import WorkerColumns, Workers
 from router.routing.placement.worker_load import (
@@ -200,7 +205,9 @@ class Shortlist:
                 leading[slot] = blocks
                 if len(leading) == MAX_SOURCES:
                     break
-        return tuple(Source(slot.worker_id, blocks) for slot, blocks in leading.items())
+        return tuple(
+            Source(slot.worker_id, blocks, _overhead_s(slot)) for slot, blocks in leading.items()
+        )
 
     def tiers(self, held: Mapping[bytes, int]) -> dict[int, tuple[int, float]]:
         """Return ``Report.tiers`` of each worker that has more of a prompt below its pool.
@@ -319,7 +326,8 @@ class Shortlist:
             back_s = seconds + (prompt_blocks - blocks) * block_s[index]
             own_s[index] = min(own_s[index], back_s)
         if source_blocks:
-            pull_s = PULL_OVERHEAD_S + (source_blocks - cached) * columns["block_pull_s"]
+            overhead_s = prompt.sources[0].overhead_s
+            pull_s = overhead_s + (source_blocks - cached) * columns["block_pull_s"]
             rest_s = (prompt_blocks - source_blocks) * block_s
             own_s = np.where(cached < source_blocks, np.minimum(own_s, pull_s + rest_s), own_s)
         prompt_s = queued * columns["token_s"] + own_s + jitter_s
@@ -365,3 +373,9 @@ def _smallest(members: npt.NDArray[np.intp], column: _Column, keep: int) -> list
         members = members[few]
         values = values[few]
     return [int(index) for index in members[np.argsort(values)]]
+
+
+def _overhead_s(slot: WorkerSlot) -> float:
+    """Return the time until the first byte of a pull from a worker."""
+    has_engine = slot.link is not None and slot.link.capabilities.hand_off
+    return ENGINE_PULL_OVERHEAD_S if has_engine else PULL_OVERHEAD_S

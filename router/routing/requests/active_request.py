@@ -140,7 +140,7 @@ class ActiveRequest:
             "candidates": [c.explain() for c in placement.candidates] if placement else [],
             "chosen": placement.chosen.explain() if placement else None,
             "spread": placement.spread if placement else False,
-            "prefix_from": [source._asdict() for source in placement.prefix] if placement else [],
+            "prefix_from": [one.described() for one in placement.prefix] if placement else [],
             "route": None
             if route is None
             else {

@@ -40,7 +40,7 @@ def prefix_sources(
     """Return the sources of leading blocks for the worker that computes the prompt, in order."""
     prefix = active.placement.prefix if active.placement is not None else ()
     sources: list[PrefixSource] = []
-    for worker_id, blocks in prefix:
+    for worker_id, blocks, _ in prefix:
         link = workers.link(worker_id)
         if link is not None and link is not reader:
             pull_id = prefix_request_id(active.id, len(sources))

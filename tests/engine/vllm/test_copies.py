@@ -346,7 +346,7 @@ async def connected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def prompt(connected: Connected) -> Any:
-    parameters = {"save_pages": [*range(6)], "generation": 7}
+    parameters = {"save_pages": [*range(6)], "first_token": 0, "generation": 7}
     request = SimpleNamespace(request_id="r", kv_transfer_params=parameters, num_prompt_tokens=100)
     connected.connector.update_state_after_alloc(request, None, 0)
     return request

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
@@ -19,11 +20,12 @@ from baton.engine.vllm.control import VllmControl
 from baton.engine.vllm.engine import VllmEngine, VllmParts
 from baton.engine.vllm.facts import VllmFacts, facts_of
 from baton.engine.vllm.process import event_prefixes, hand_off_of
+from baton.engine.vllm.scored_prompt import prompt_logprobs
 from baton.types import events as ev
 from baton.types.block_hashes import block_hashes
 from baton.types.params import SamplingParams
 from baton.wire.tokens import pack_tokens
-from tests.engine.vllm.record import FRANCE, LONG, SEEDS, recorded_messages
+from tests.engine.vllm.record import FRANCE, LONG, PROBE, SEEDS, recorded_messages
 
 RECORDED = Path(__file__).parent / "recorded"
 EOS = (2,)
@@ -126,9 +128,22 @@ class Running:
     def _send(self, *reports: messages.Report) -> None:
         self.reports.extend(reports)
 
-    def submit(self, prompt: list[int], kind: Kind = Kind.FULL, **params: Any) -> None:
+    def submit(
+        self,
+        prompt: list[int],
+        kind: Kind = Kind.FULL,
+        skip_blocks: int = 0,
+        emitted: tuple[None, ...] = (),
+        **params: Any,
+    ) -> None:
         sampling = msgspec.convert({"max_tokens": 8, **params}, SamplingParams)
-        spec = RequestSpec(kind=kind, params=sampling, hash_seed=SEEDS[0])
+        spec = RequestSpec(
+            kind=kind,
+            params=sampling,
+            hash_seed=SEEDS[0],
+            skip_blocks=skip_blocks,
+            emitted=emitted,
+        )
         self.engine.handle(
             messages.Submit(request_id="r", prompt_token_ids=pack_tokens(prompt), spec=spec)
         )
@@ -141,6 +156,13 @@ class Running:
             while not self.of(kind):
                 await asyncio.sleep(0.005)
         return self.of(kind)[0]
+
+    async def until_cached(self) -> None:
+        """Wait until the first 192 tokens of `LONG` are known to be cached."""
+        own = block_hashes(SEEDS[0], LONG[:192])
+        async with asyncio.timeout(10):
+            while self.engine._prefixes.cached_tokens(own) < 192:
+                await asyncio.sleep(0.005)
 
     async def end(self) -> ev.Ended:
         ended: ev.Ended = await self.first(ev.Ended)
@@ -284,8 +306,12 @@ async def test_each_choice_is_a_request_that_ends_by_itself(running: Running) ->
 
 
 async def test_what_vllm_lacks_is_refused_without_a_try(running: Running) -> None:
-    running.submit(FRANCE, bad_words=((5,),))
-    assert (await running.end()).error_message == "bad_words are not served by vLLM workers"
+    params = SamplingParams(max_tokens=1)
+    spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=SEEDS[0], pooling="mean")
+    running.engine.handle(
+        messages.Submit(request_id="r", prompt_token_ids=pack_tokens(FRANCE), spec=spec)
+    )
+    assert (await running.end()).error_message == "embeddings are not served by vLLM workers"
     assert running.replay.bodies == []
 
 
@@ -300,6 +326,52 @@ async def test_a_token_outside_the_vocabulary_never_reaches_vllm(running: Runnin
     assert running.replay.bodies == []
     assert running.of(ev.StepDone)[-1].waiting == 0
     assert not running.engine.broken.done()
+
+
+async def test_scores_of_a_prompt_come_before_its_response(running: Running) -> None:
+    replies = [
+        sending((RECORDED / "scores_alone.json").read_bytes()),
+        sending((RECORDED / "cached.sse").read_bytes()),
+    ]
+
+    async def reply(writer: asyncio.StreamWriter) -> None:
+        await replies.pop(0)(writer)
+
+    running.replay.reply = reply
+    running.submit(PROBE, max_tokens=3, prompt_logprobs=0)
+    assert (await running.end()).cached_tokens == 0  # none is read for scores
+    (outputs,) = running.of(ev.PromptOutputsReady)
+    assert outputs.scores.rows == len(PROBE) - 1
+    assert running.reports.index(outputs) < running.reports.index(running.of(ev.Tokens)[0])
+    scored, streamed = running.replay.bodies
+    assert (scored["token_ids"], scored["sampling_params"]["prompt_logprobs"]) == (PROBE, 0)
+    assert streamed["stream"]
+
+
+async def test_a_response_without_scores_ends_the_request(running: Running) -> None:
+    running.replay.reply = sending((RECORDED / "prefill.json").read_bytes())
+    running.submit(PROBE, prompt_logprobs=0)
+    assert "vLLM sent no log-probabilities" in (await running.end()).error_message
+
+
+def test_alternatives_are_the_most_likely_tokens_without_the_prompts_own() -> None:
+    def row(*ranked: tuple[int, float, int]) -> dict[int, dict[str, float]]:
+        return {token: {"logprob": score, "rank": rank} for token, score, rank in ranked}
+
+    rows = [None, row((8, -9.0, 70), (3, -0.5, 1), (4, -1.0, 2)), row((5, -2.0, 2), (9, -0.25, 1))]
+    scores = prompt_logprobs(msgspec.json.encode({"prompt_logprobs": rows}), [7, 8, 9], 2)
+    read = [
+        np.frombuffer(scores.logprobs, "<f4"),
+        np.frombuffer(scores.ranks, "<u4"),
+        np.frombuffer(scores.top_ids, "<u4"),
+        np.frombuffer(scores.top_logprobs, "<f4"),
+    ]
+    assert [column.tolist() for column in read] == [
+        [-9.0, -0.25],
+        [70, 1],
+        [3, 4, 9, 5],
+        [-0.5, -1.0, -0.25, -2.0],
+    ]
 
 
 async def test_the_cache_is_followed_from_its_first_block(running: Running) -> None:

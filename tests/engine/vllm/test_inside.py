@@ -185,6 +185,54 @@ def test_tokens_without_an_adapter_are_not_changed_by_one(monkeypatch: pytest.Mo
         assert output.sum(dim=1).tolist() == [0.0, 16.0, 16.0]
 
 
+class SamplingArguments:
+    """Stand-in for vLLM's SamplingParams, whose bad words are texts."""
+
+    def __init__(self, **extra: object) -> None:
+        self.extra_args = extra or None
+        self._bad_words_token_ids: object = None
+
+    def update_from_tokenizer(self, tokenizer: object) -> None:
+        self.tokenizer = tokenizer
+
+
+class Grammar:
+    """Stand-in for vLLM's, which takes the tokens 1, 2, 3 in this order."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        self.taken += len(tokens)
+        return tokens == [1, 2, 3][: len(tokens)]
+
+
+def test_vllm_takes_tokens_as_bad_words_and_begins_formats_behind_emitted_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = type("SamplingParams", (SamplingArguments,), {})
+    manager = type("Manager", (), {"_create_grammar": lambda self, request: Grammar()})
+    stand_in(monkeypatch, "vllm.v1.structured_output", StructuredOutputManager=manager)
+    stand_in(monkeypatch, "vllm.sampling_params", SamplingParams=arguments)
+    forget(monkeypatch, "baton_sampling")
+    (plugin,) = metadata.entry_points(group="vllm.general_plugins", name="baton_sampling")
+    plugin.load()()
+
+    def taken(**extra: object) -> int:
+        request = SimpleNamespace(sampling_params=arguments(**extra), request_id="r")
+        return manager()._create_grammar(request).taken
+
+    assert (taken(), taken(baton_emitted=[1, 2])) == (0, 2)
+    with pytest.raises(ValueError, match="do not match the format"):
+        taken(baton_emitted=[2])
+    words = arguments(baton_bad_words=[[5, 6]])
+    words.update_from_tokenizer("tokenizer")
+    assert (words.tokenizer, words._bad_words_token_ids) == ("tokenizer", [[5, 6]])
+    plain = arguments()
+    plain.update_from_tokenizer("tokenizer")
+    assert plain._bad_words_token_ids is None
+
+
 def connectors(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return Baton's module of the connector beside stand-ins for vLLM."""
 
@@ -281,7 +329,7 @@ async def test_each_step_saves_the_blocks_that_it_fills_once(
     reported: list[tuple[int, int, int]] = []
     ended: list[tuple[int, int]] = []
     saves = SaveReports(str(tmp_path / "saves"), note(reported), lambda *end: ended.append(end))
-    parameters = {"save_pages": [*range(10, 16)], "generation": 7}
+    parameters = {"save_pages": [*range(10, 16)], "first_token": 0, "generation": 7}
     request = SimpleNamespace(request_id="r", kv_transfer_params=parameters, num_prompt_tokens=100)
     connector.update_state_after_alloc(request, None, 0)
     copies = []
@@ -306,10 +354,23 @@ async def test_each_step_saves_the_blocks_that_it_fills_once(
     connector.shutdown()
 
 
+def test_saves_begin_at_the_first_block_that_the_decode_worker_lacks(connector: Any) -> None:
+    parameters = {"save_pages": [*range(10, 14)], "first_token": 32, "generation": 7}
+    request = SimpleNamespace(request_id="r", kv_transfer_params=parameters, num_prompt_tokens=100)
+    connector.update_state_after_alloc(request, None, 0)
+    copies = []
+    for computed, scheduled in ((0, 32), (32, 40), (72, 28)):
+        step = connector.build_connector_meta(engine_step("r", computed, scheduled))
+        copies += [(copy.blocks, copy.pages, copy.end) for copy in step.saves]
+    assert copies == [([51], [10, 11], 4), ([52], [12, 13], 6)]
+    assert connector.request_finished(request, []) == (False, {"saved_tokens": 100})
+    connector.shutdown()
+
+
 async def test_a_prompt_that_ends_before_it_is_computed_was_not_saved(
     connector: Any,
 ) -> None:
-    parameters = {"save_pages": [*range(10, 16)], "generation": 7}
+    parameters = {"save_pages": [*range(10, 16)], "first_token": 0, "generation": 7}
     request = SimpleNamespace(request_id="r", kv_transfer_params=parameters, num_prompt_tokens=100)
     connector.update_state_after_alloc(request, None, 0)
     (copy,) = connector.build_connector_meta(engine_step("r", 0, 64)).saves

@@ -115,9 +115,9 @@ def test_the_salt_of_the_cache_is_the_seed_of_the_block_hashes() -> None:
 
 
 def test_end_tokens_are_sent_unless_they_are_ignored() -> None:
-    sent = protocol.sampling_params(spec(stop_token_ids=(9,)).params, 0, 0, EOS)
+    sent = protocol.sampling_params(spec(stop_token_ids=(9,)).params, 0, (), EOS)
     assert sent["stop_token_ids"] == [2, 9]
-    ignored = protocol.sampling_params(spec(ignore_eos=True).params, 0, 0, EOS)
+    ignored = protocol.sampling_params(spec(ignore_eos=True).params, 0, (), EOS)
     assert ignored["stop_token_ids"] == []
     assert ignored["ignore_eos"]
 
@@ -125,14 +125,18 @@ def test_end_tokens_are_sent_unless_they_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"bad_words": ((5,),)}, "bad_words are not served by vLLM workers"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs and embeddings are not served by vLLM workers"),
+        ({"bad_words": ((5,),)}, "bad_words are not served by attached vLLM servers"),
+        (
+            {"prompt_logprobs": 0},
+            "prompt_logprobs and embeddings are not served by attached vLLM servers",
+        ),
     ],
 )
-def test_parameters_that_vllm_lacks_are_refused_by_name(
+def test_parameters_that_an_attached_vllm_lacks_are_refused_by_name(
     changes: dict[str, object], text: str
 ) -> None:
-    error = refusal(spec(**changes), hands_over=True)
+    assert refusal(spec(**changes), hands_over=True) is None
+    error = refusal(spec(**changes), hands_over=True, is_attached=True)
     assert isinstance(error, InvalidRequestError)
     assert error.message == text
 
@@ -148,9 +152,20 @@ def test_requests_that_vllm_workers_do_not_serve_are_refused_by_name() -> None:
     assert "LoRA" in adapter.message
     formatted = spec(grammar='start: "a"')
     assert refusal(formatted, hands_over=True) is None
-    resumed = refusal(replace(formatted, emitted=((1,),)), hands_over=True)
-    assert resumed is not None
-    assert "cannot be resumed" in resumed.message
+    resumed = replace(formatted, emitted=((1,),))
+    assert refusal(resumed, hands_over=True) is None
+    refused = refusal(resumed, hands_over=True, is_attached=True)
+    assert refused is not None
+    assert "cannot be resumed" in refused.message
+
+
+def test_vllm_gets_bad_words_as_tokens_and_what_a_format_continues_from() -> None:
+    of = spec(grammar='start: "a"', bad_words=((5, 6),))
+    fresh = json.loads(generate_body("r", [1], of, 0, EOS))["sampling_params"]
+    assert fresh["extra_args"] == {"baton_bad_words": [[5, 6]]}
+    resumed = msgspec.structs.replace(of, emitted=((7, 8),))
+    body = json.loads(generate_body("r", [1], resumed, 0, EOS))["sampling_params"]
+    assert body["extra_args"] == {"baton_bad_words": [[5, 6]], "baton_emitted": [7, 8]}
 
 
 @pytest.mark.parametrize("kind", [Kind.PREFILL, Kind.REMOTE])
@@ -162,19 +177,28 @@ def test_hand_offs_are_refused_where_vllm_cannot_continue_a_response(kind: Kind)
     alone = refused(hands_over=False)
     assert isinstance(alone, UnavailableError)
     assert "do not hand over KV" in alone.message
-    for changes in ({"grammar": 'start: "a"'}, {"presence_penalty": 1.0}, {"frequency_penalty": 1}):
+    for changes in (
+        {"grammar": 'start: "a"'},
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 1},
+        {"bad_words": ((5, 6),)},
+        {"prompt_logprobs": 0},
+    ):
         stateful = refused(**changes)
         assert isinstance(stateful, InvalidRequestError)
-        assert "format, presence_penalty or frequency_penalty" in stateful.message
+        assert "do not hand over responses with a format, bad_words" in stateful.message
 
 
-def test_cached_prefixes_and_resumed_responses_are_not_handed_over() -> None:
+def test_resumed_responses_are_not_handed_over_and_prefixes_only_by_some_connectors() -> None:
     replace = msgspec.structs.replace
-    for refused in (
+    resumed = replace(spec(), kind=Kind.REMOTE, emitted=((1,),))
+    assert isinstance(refusal(resumed, hands_over=True, pulls=True), UnavailableError)
+    for pull in (
         replace(spec(), kind=Kind.HELD),
-        replace(spec(), kind=Kind.REMOTE, emitted=((1,),)),
+        replace(spec(), kind=Kind.REMOTE, emitted=(None,)),
     ):
-        assert isinstance(refusal(refused, hands_over=True), UnavailableError)
+        assert isinstance(refusal(pull, hands_over=True), UnavailableError)
+        assert refusal(pull, hands_over=True, pulls=True) is None
 
 
 def test_a_prompt_for_another_worker_requests_one_token_and_parameters() -> None:

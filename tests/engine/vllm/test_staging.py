@@ -86,6 +86,7 @@ async def test_a_prompt_is_published_when_vllm_has_saved_it(running: Running) ->
     assert len(admitted.blocks) == PAGES
     assert body["kv_transfer_params"] == {
         "save_pages": [*admitted.blocks[:WHOLE]],
+        "first_token": 0,
         "generation": 1,
     }
     (published,) = running.of(ev.Published)
@@ -418,6 +419,95 @@ async def test_a_response_goes_on_behind_pages_that_vllm_loads(running: Running)
         "generation": 1,
     }
     assert [run.index for run in running.of(ev.Tokens)] == [1, 2, 3]
+    assert used_pages(running) == 0
+
+
+async def test_cached_leading_blocks_are_neither_requested_nor_loaded(running: Running) -> None:
+    running.replay.reply = sending((RECORDED / "length.sse").read_bytes())
+    await running.until_cached()
+    running.submit([*LONG, *range(100)], Kind.REMOTE, max_tokens=4, temperature=0.0)
+    (reserved,) = running.of(ev.Reserved)
+    assert reserved.skip_blocks == WHOLE
+    running.engine.handle(messages.Bind("r", reserved.generation))
+    pages = (await running.first(ev.Bound)).blocks
+    assert len(pages) == 19  # of 300 tokens
+    assert used_pages(running) == len(set(pages[WHOLE:])) == 7
+    commit(running)
+    assert (await running.end()).error_code == ""
+    (body,) = running.replay.bodies
+    assert body["kv_transfer_params"]["load_pages"] == [*pages[WHOLE:18]]
+    assert body["kv_transfer_params"]["first_token"] == 192
+    assert used_pages(running) == 0
+
+
+async def test_blocks_that_the_decode_worker_has_are_neither_saved_nor_published(
+    running: Running,
+) -> None:
+    running.replay.reply = sending(SAVED)
+    running.submit(LONG, Kind.PREFILL, skip_blocks=5)  # in the middle of a block of vLLM
+    await running.first(ev.PromptDone)
+    (body,) = running.replay.bodies
+    (admitted,) = running.of(ev.Admitted)
+    assert body["kv_transfer_params"]["save_pages"] == [*admitted.blocks[4:WHOLE]]
+    assert body["kv_transfer_params"]["first_token"] == 64
+    assert rectangles(running) == [(0, ev.ALL_LAYERS, 5, PAGES - 5)]
+    assert used_pages(running) == PAGES - 4
+    running.engine.handle(messages.Release("r"))
+    await running.end()
+    assert used_pages(running) == 0
+
+
+async def test_a_source_publishes_cached_blocks_and_computes_one_token(running: Running) -> None:
+    whole = {"kv_transfer_params": {"saved_tokens": 193}}
+    running.replay.reply = sending(msgspec.json.encode({**PREFILL, **whole}))
+    await running.until_cached()
+    running.submit(LONG[:192], Kind.HELD, skip_blocks=4, max_tokens=2)
+    done = await running.first(ev.PromptDone)
+    assert done.first == ()
+    (body,) = running.replay.bodies
+    assert (len(body["token_ids"]), body["sampling_params"]["max_tokens"]) == (193, 1)
+    (admitted,) = running.of(ev.Admitted)
+    assert body["kv_transfer_params"]["save_pages"] == [*admitted.blocks[4:WHOLE]]
+    assert rectangles(running) == [(0, ev.ALL_LAYERS, 4, WHOLE - 4)]
+    running.engine.handle(messages.Release("r"))
+    assert (await running.end()).error_code == ""
+    assert used_pages(running) == 0
+
+
+@pytest.mark.parametrize("prompt", [LONG, range(500), LONG[:10]])
+async def test_a_source_without_the_blocks_computes_nothing(
+    running: Running, prompt: list[int]
+) -> None:
+    await running.until_cached()
+    running.submit([*prompt, *prompt], Kind.HELD, max_tokens=2)
+    ended = await running.end()
+    assert ended.error_code == "unavailable"
+    assert "does not have the blocks" in ended.error_message
+    assert (running.replay.bodies, used_pages(running)) == ([], 0)
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"500 Internal Server Error"])
+async def test_a_pulled_prefix_is_loaded_behind_what_is_cached(
+    running: Running, status: bytes
+) -> None:
+    async def reply(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD.replace(b"200 OK", status) + chunk(b"{}") + END)
+        writer.close()
+
+    running.replay.reply = reply
+    await running.until_cached()
+    prompt = [*LONG[:192], *range(64)]
+    running.submit(prompt, Kind.REMOTE, emitted=(None,), max_tokens=2)
+    (reserved,) = running.of(ev.Reserved)
+    running.engine.handle(messages.Bind("r", reserved.generation))
+    pages = (await running.first(ev.Bound)).blocks
+    running.engine.handle(messages.Commit("r", reserved.generation, ()))
+    ended = await running.end()
+    assert ended.error_code == ("" if status.startswith(b"200") else "unavailable")
+    (body,) = running.replay.bodies
+    assert body["token_ids"] == [*prompt, prompt[-1]]
+    assert body["kv_transfer_params"]["load_pages"] == [*pages[WHOLE:16]]
+    assert running.of(ev.Tokens) == []
     assert used_pages(running) == 0
 
 

@@ -159,10 +159,15 @@ class TestAPrefixThatAnotherWorkerHolds:
 
     def test_is_pulled_where_that_takes_less_time_than_to_compute_it(self):
         chosen = self.alone(edges_bytes_per_s={"decode-9": 1e9})
-        assert chosen.links == (("decode-9", 60),) and chosen.uncached_tokens == 40
+        assert chosen.links == (Source("decode-9", 60),) and chosen.uncached_tokens == 40
         assert chosen.terms.pull_s == pytest.approx(PULL_OVERHEAD_S + 60 * 368_640 / 1e9)
         assert chosen.terms.compute_s < 0.1
         assert chosen.explain()["prefix_from"] == [{"worker_id": "decode-9", "blocks": 60}]
+
+    def test_is_computed_if_the_engines_take_long_to_respond(self):
+        slow = (Source("decode-9", 60, 1.2),)
+        (chosen,) = ranked([worker("decode-0", sources=slow)], "colocated")
+        assert chosen.links == ()
 
     def test_is_computed_over_a_slow_edge(self):
         chosen = self.alone(edges_bytes_per_s={"decode-9": 2e6})
@@ -172,7 +177,7 @@ class TestAPrefixThatAnotherWorkerHolds:
     @pytest.mark.parametrize(("own", "pulled"), [(0, 60), (30, 60), (59, 0), (60, 0), (62, 0)])
     def test_only_what_is_lacking_is_worth_asking_for(self, own, pulled):
         chosen = self.alone(cached_blocks=own)
-        assert chosen.links == ((("decode-9", 60),) if pulled else ())
+        assert chosen.links == ((Source("decode-9", 60),) if pulled else ())
         assert chosen.uncached_tokens == 1000 - 16 * max(own, pulled)
 
     def test_lets_an_idle_worker_help_one_that_is_busy_and_holds_it(self):

@@ -55,7 +55,14 @@ def test_prompts_may_be_handed_over() -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [{"grammar": "g"}, {"presence_penalty": 1.0}, {"frequency_penalty": 1.0}]
+    "params",
+    [
+        {"grammar": "g"},
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 1.0},
+        {"bad_words": ((5, 6),)},
+        {"prompt_logprobs": 1},
+    ],
 )
 def test_what_depends_on_the_output_so_far_stays_on_one_worker(params: dict[str, Any]) -> None:
     assert modes("vllm", **params) == {"colocated"}

@@ -68,7 +68,7 @@ def test_no_chain_and_no_computing_is_cheaper(held, known, token_s):
 def test_who_is_near_gives_what_it_has_and_the_rest_comes_from_afar():
     near, far = (80, 1e10), (110, 2e8)
     chosen = priced(0, [far, near])
-    assert chosen.links == (("w1", 80), ("w0", 110))
+    assert chosen.links == (Source("w1", 80), Source("w0", 110))
     assert chosen.uncached_tokens == PROMPT_TOKENS - 110 * 16
     assert chosen.terms.pull_s == pytest.approx(chain_s(0, [near, far]))
 

@@ -16,7 +16,12 @@ from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import candidates
 from router.routing.placement.native.library import load
 from router.routing.placement.prefix_index import PrefixIndex
-from router.routing.placement.prefix_sources import MAX_LINKS, MAX_SOURCES
+from router.routing.placement.prefix_sources import (
+    ENGINE_PULL_OVERHEAD_S,
+    MAX_LINKS,
+    MAX_SOURCES,
+    PULL_OVERHEAD_S,
+)
 from router.routing.placement.pricing import Asked, Pricing
 from router.routing.placement.shortlist import Described, Shortlist
 from router.routing.placement.worker_load import Reports, loads_of
@@ -88,6 +93,8 @@ def with_tiers(loads, short, held):
 @pytest.mark.parametrize("seed", range(25))
 def test_what_is_found_is_what_python_finds_among_all(seed, mode):
     draw, slots, held, book, index, hashes = drawn(seed)
+    for slot in slots if seed % 2 else ():
+        slot.link.capabilities.hand_off = "its own"
     asked = Asked(mode, draw.randrange(1, 1500), draw.randrange(1, 300), draw.choice((1, 4)), True)
     crowding, short = Crowding(), Shortlist(Reports(), Crowding(), seed)
     rates = short.update(Slots(slots), 0)
@@ -96,6 +103,8 @@ def test_what_is_found_is_what_python_finds_among_all(seed, mode):
     loads = with_tiers(loads_of(slots, hashes, index, book, 0), short, held)
     if held and mode == MODES[seed % 3]:  # somebody gives what it holds
         sources = short.sources(held)
+        overhead_s = ENGINE_PULL_OVERHEAD_S if seed % 2 else PULL_OVERHEAD_S
+        assert {source.overhead_s for source in sources} <= {overhead_s}
         asked = asked._replace(sources=sources)
         loads = [msgspec.structs.replace(load, sources=sources) for load in loads]
         placed = short.cheapest(asked, held, book, 0)

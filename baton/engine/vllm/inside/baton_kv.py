@@ -12,7 +12,7 @@ page has the bytes of rank 0, then those of rank 1, and so on. Both workers have
 because it is a part of the numerics id.
 
 Requests name their pages in ``kv_transfer_params``: ``save_pages`` has one for each page of the
-whole blocks of the prompt, and ``load_pages`` the same, from ``first_token`` on.
+whole blocks of the prompt from ``first_token`` on, and ``load_pages`` the same.
 
 With chunked prefill a prompt takes several engine steps. The blocks that a step fills are saved in
 groups of layers, behind the attention of the last layer of a group, and a datagram reports them. So
@@ -169,14 +169,16 @@ class BatonConnector(KVConnectorBase_V1):
         name = request.request_id
         parameters = request.kv_transfer_params
         pages_per_block = self._block_tokens // _PAGE_TOKENS
-        first = self._saved.get(name, 0)
-        end = min(end_token // self._block_tokens * pages_per_block, len(parameters["save_pages"]))
+        wanted = parameters["save_pages"]
+        begin = parameters["first_token"] // _PAGE_TOKENS
+        first = self._saved.get(name, begin)
+        end = min(end_token // self._block_tokens * pages_per_block, begin + len(wanted))
         if end <= first:
             return None
         self._saved[name] = end
         (ids,) = self._kv_cache_manager.get_block_ids(name)
         blocks = ids[first // pages_per_block : end // pages_per_block]
-        pages = parameters["save_pages"][first:end]
+        pages = wanted[first - begin : end - begin]
         return Copy(name, blocks, pages, parameters["generation"], end)
 
     def request_finished(
