@@ -121,7 +121,8 @@ def _from_directory(
     if not raw:
         raise ModelError(f"{folder}: config.json is missing or empty")
     generation = read_json(folder / "generation_config.json")
-    architecture = str((raw.get("architectures") or [raw.get("model_type", "unknown")])[0])
+    architecture = hf_config.architecture_of(raw)
+    raw = hf_config.text_part(raw, architecture)
     if check:
         hf_config.refuse_unsupported(folder, architecture, raw)
     config = hf_config.read_config(folder, raw, generation, architecture)

@@ -11,10 +11,16 @@ from typing import Any
 HF_FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Gemma3ForCausalLM": "gemma3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    # with images, of which only the decoder is used
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2",
+    "Qwen3VLForConditionalGeneration": "qwen3",
 }
 """Architecture in ``config.json`` -> file in ``baton/engine/models``."""
 
@@ -99,7 +105,14 @@ _ROPE_NUMBERS: dict[Any, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-_ROPE_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+_ROPE_OPTIONS = (
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "attn_factor",
+    "mscale",
+    "mscale_all_dim",
+)
 _MOST_LAYERS = _MOST_EXPERTS = 4096
 _MOST_EXPERTS_IN_ALL = 1 << 17
 

@@ -3,8 +3,11 @@
 Unsupported weights are reported before the first one is read. Nothing is unpickled.
 """
 
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,9 +25,19 @@ from baton.engine.loading.weights import (
     silent,
 )
 from baton.engine.models.families import weight_table
-from baton.engine.models.family import WeightName
+from baton.engine.models.family import GLOBAL_NAMES, WeightName
 from baton.engine.numerics import DTYPES
 from baton.model.artifact import ModelArtifact, ModelError
+from baton.model.hf_keys import TEXT_TYPES
+
+_LOG = logging.getLogger(__name__)
+
+# Files of embedding models lack "model.". Those with images have it twice, by two names.
+_DECODER = re.compile(r"(?:model\.|language_model\.)*((?:embed_tokens|layers|norm|lm_head)\..+)")
+_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|visual|multi_modal_projector)\..+")
+_EMBED = GLOBAL_NAMES["embed"][1]
+_HEAD = GLOBAL_NAMES["head"][1]
+_COMPARED_ROWS = 8192
 
 
 @contextmanager
@@ -68,17 +81,8 @@ def load_weights(
 def _open_safetensors(
     artifact: ModelArtifact, dtype: torch.dtype, progress: Progress, rows: Rows, files: ExitStack
 ) -> Weights:
-    tensors: dict[str, StoredTensor] = {}
-    for path in artifact.weight_files:
-        try:
-            file = files.enter_context(SafetensorsFile(path))
-        except (ValueError, OSError) as error:
-            raise ModelError(f"{path}: cannot be read as safetensors ({error})") from error
-        for name in file.keys():  # noqa: SIM118 - it is not a mapping
-            if name in tensors:
-                raise ModelError(f"{path}: {name} is also in another file")
-            tensors[name] = file.get_slice(name)
-    table = weight_table(artifact.config, "safetensors")
+    tensors = _stored_tensors(artifact, files)
+    table = _with_head(artifact, weight_table(artifact.config, "safetensors"), tensors)
     check_table(artifact, table, tensors, lambda entry: _problem(entry, tensors[entry.source]))
 
     def read(entry: WeightName) -> torch.Tensor:
@@ -87,6 +91,57 @@ def _open_safetensors(
 
     readers = {entry.name: partial(read, entry) for entry in table}
     return Weights(str(artifact.path), readers, progress)
+
+
+def _stored_tensors(artifact: ModelArtifact, files: ExitStack) -> dict[str, StoredTensor]:
+    """Return the decoder's tensors by the name in ``families.weight_table``."""
+    tensors: dict[str, StoredTensor] = {}
+    for path in artifact.weight_files:
+        try:
+            file = files.enter_context(SafetensorsFile(path))
+        except (ValueError, OSError) as error:
+            raise ModelError(f"{path}: cannot be read as safetensors ({error})") from error
+        for stored in file.keys():  # noqa: SIM118 - it is not a mapping
+            if artifact.architecture in TEXT_TYPES and _IMAGES.fullmatch(stored):
+                continue
+            name = _decoder_name(stored)
+            if name in tensors:
+                raise ModelError(f"{path}: {name} is also in another file")
+            tensors[name] = file.get_slice(stored)
+    return tensors
+
+
+def _decoder_name(stored: str) -> str:
+    match = _DECODER.fullmatch(stored)
+    if match is None:
+        return stored
+    return match[1] if match[1].startswith("lm_head.") else f"model.{match[1]}"
+
+
+def _with_head(
+    artifact: ModelArtifact, table: list[WeightName], tensors: Mapping[str, StoredTensor]
+) -> list[WeightName]:
+    """Return the table with the LM head that the file has, as transformers does.
+
+    A tied model may store another head than its embedding. A model for embeddings may lack one.
+    """
+    stored = tensors.get(_HEAD)
+    embed = tensors.get(_EMBED)
+    if artifact.config.tie_word_embeddings:
+        if stored and embed and stored.shape == embed.shape and not _equal(stored, embed):
+            return [*table, WeightName("head", _HEAD, stored.shape)]
+    elif stored is None and embed and embed.name == _EMBED.removeprefix("model."):
+        _LOG.warning("%s has no LM head: only its embeddings make sense", artifact.path)
+        return [replace(e, source=_EMBED) if e.name == "head" else e for e in table]
+    return table
+
+
+def _equal(left: StoredTensor, right: StoredTensor) -> bool:
+    for begin in range(0, left.shape[0], _COMPARED_ROWS):
+        some = slice(begin, begin + _COMPARED_ROWS)
+        if not torch.equal(left[some], right[some]):
+            return False
+    return True
 
 
 def _problem(entry: WeightName, stored: StoredTensor) -> str:

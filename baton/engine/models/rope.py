@@ -71,7 +71,8 @@ def rope_magnitude(config: ModelConfig) -> float:
 
     whole = scaling.get("mscale")
     part = scaling.get("mscale_all_dim")
-    return grown(whole) / grown(part) if whole and part else grown(1.0)
+    magnitude = grown(whole) / grown(part) if whole and part else grown(1.0)
+    return magnitude * float(scaling.get("attn_factor") or 1.0)  # like vLLM and llama.cpp
 
 
 def _plain(theta: float, head_dim: int) -> torch.Tensor:
