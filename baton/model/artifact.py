@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from baton.model import gguf_config, hf_config, hf_tokens
 from baton.model.hf_config import read_json
+from baton.model.hf_quantisation import Quantisation, read_quantisation
 from baton.model.locate import HUB_LOAD_S, locate
 from baton.model.model_config import ModelConfig, ModelError, refuse_numbers
 
@@ -46,6 +47,7 @@ class ModelArtifact:
         revision: Hub commit, or version of the package; ``None`` for plain files.
         quantisation: Format of most weights (``Q4_1``, ``BF16``).
         template_digest: 16 bytes over the chat template; empty without one.
+        weight_format: Format of quantised matrices in safetensors.
         tokenizer: Text of ``tokenizer.json``, or ``tokenizer.*`` metadata of a GGUF file.
         special_tokens: Text by name (``bos_token``) that the tokenizer's own files give; empty if
             the model has none of this name.
@@ -64,6 +66,7 @@ class ModelArtifact:
     tokenizer_digest: bytes
     template_digest: bytes
     generation_defaults: dict[str, float | int]
+    weight_format: Quantisation | None = None
     tokenizer: TokenizerSource = field(repr=False, compare=False)
     special_tokens: dict[str, str] = field(default_factory=dict)
 
@@ -126,6 +129,7 @@ def _from_directory(
     if check:
         hf_config.refuse_unsupported(folder, architecture, raw)
     config = hf_config.read_config(folder, raw, generation, architecture)
+    form = read_quantisation(f"{folder}: architecture {architecture}", raw) if check else None
     files = _safetensors_files(folder) if weights else ()
     tokenizer_file = folder / "tokenizer.json"
     if not tokenizer_file.exists():
@@ -144,7 +148,8 @@ def _from_directory(
         architecture=architecture,
         revision=revision,
         license=_license_of_card(folder / "README.md"),
-        quantisation=_safetensors_dtype(files),
+        quantisation=_safetensors_dtype(files) if form is None else form.label,
+        weight_format=form,
         config=config,
         chat_template=template,
         tokenizer_digest=_digest(tokenizer),

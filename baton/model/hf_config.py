@@ -190,9 +190,6 @@ def refuse_unsupported(folder: Path, architecture: str, raw: Mapping[str, Any]) 
     kind = str(raw.get("model_type", family))
     if architecture in TEXT_TYPES and family not in (kind, _family_of(kind)):
         raise ModelError(f"{where}: decoder {kind!r} is not supported")
-    if quantisation := raw.get("quantization_config"):
-        method = quantisation.get("quant_method", "unknown")
-        raise ModelError(f"{where}: quantisation {method!r} of safetensors is not supported")
     needed = _ACTIVATIONS.get(family, "silu")
     activation = raw.get("hidden_activation") or raw.get("hidden_act") or needed
     if activation != needed:

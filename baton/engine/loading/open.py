@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from baton.engine.loading.gguf_weights import open_gguf_weights
+from baton.engine.loading.quantised_tensor import QuantisedTensor, join_quantised
 from baton.engine.loading.safetensors_file import DTYPES as STORED_DTYPES
 from baton.engine.loading.safetensors_file import SafetensorsFile, StoredTensor
 from baton.engine.loading.weights import (
@@ -38,6 +39,8 @@ _IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|visual|multi_modal_projector)
 _EMBED = GLOBAL_NAMES["embed"][1]
 _HEAD = GLOBAL_NAMES["head"][1]
 _COMPARED_ROWS = 8192
+
+Stored = StoredTensor | QuantisedTensor
 
 
 @contextmanager
@@ -81,8 +84,9 @@ def load_weights(
 def _open_safetensors(
     artifact: ModelArtifact, dtype: torch.dtype, progress: Progress, rows: Rows, files: ExitStack
 ) -> Weights:
-    tensors = _stored_tensors(artifact, files)
+    tensors = _stored_tensors(artifact, dtype, files)
     table = _with_head(artifact, weight_table(artifact.config, "safetensors"), tensors)
+    _drop_zero_biases(table, tensors)
     check_table(artifact, table, tensors, lambda entry: _problem(entry, tensors[entry.source]))
 
     def read(entry: WeightName) -> torch.Tensor:
@@ -93,7 +97,9 @@ def _open_safetensors(
     return Weights(str(artifact.path), readers, progress)
 
 
-def _stored_tensors(artifact: ModelArtifact, files: ExitStack) -> dict[str, StoredTensor]:
+def _stored_tensors(
+    artifact: ModelArtifact, dtype: torch.dtype, files: ExitStack
+) -> dict[str, Stored]:
     """Return the decoder's tensors by the name in ``families.weight_table``."""
     tensors: dict[str, StoredTensor] = {}
     for path in artifact.weight_files:
@@ -108,7 +114,21 @@ def _stored_tensors(artifact: ModelArtifact, files: ExitStack) -> dict[str, Stor
             if name in tensors:
                 raise ModelError(f"{path}: {name} is also in another file")
             tensors[name] = file.get_slice(stored)
-    return tensors
+    if artifact.weight_format is None:
+        return dict(tensors)
+    try:
+        return join_quantised(tensors, artifact.weight_format, dtype)
+    except (ValueError, LookupError) as error:
+        raise ModelError(f"{artifact.path}: {artifact.weight_format.label}: {error}") from error
+
+
+def _drop_zero_biases(table: list[WeightName], tensors: dict[str, Stored]) -> None:
+    """Forget biases of zeros that AutoGPTQ adds to every matrix."""
+    needed = {entry.source for entry in table}
+    for name in [name for name in tensors if name.endswith(".bias") and name not in needed]:
+        matrix = tensors.get(name.removesuffix("bias") + "weight")
+        if isinstance(matrix, QuantisedTensor) and not tensors[name][slice(None)].any():
+            del tensors[name]
 
 
 def _decoder_name(stored: str) -> str:
@@ -119,7 +139,7 @@ def _decoder_name(stored: str) -> str:
 
 
 def _with_head(
-    artifact: ModelArtifact, table: list[WeightName], tensors: Mapping[str, StoredTensor]
+    artifact: ModelArtifact, table: list[WeightName], tensors: Mapping[str, Stored]
 ) -> list[WeightName]:
     """Return the table with the LM head that the file has, as transformers does.
 
@@ -136,7 +156,7 @@ def _with_head(
     return table
 
 
-def _equal(left: StoredTensor, right: StoredTensor) -> bool:
+def _equal(left: Stored, right: Stored) -> bool:
     for begin in range(0, left.shape[0], _COMPARED_ROWS):
         some = slice(begin, begin + _COMPARED_ROWS)
         if not torch.equal(left[some], right[some]):
@@ -144,7 +164,7 @@ def _equal(left: StoredTensor, right: StoredTensor) -> bool:
     return True
 
 
-def _problem(entry: WeightName, stored: StoredTensor) -> str:
+def _problem(entry: WeightName, stored: Stored) -> str:
     if stored.dtype not in STORED_DTYPES:
         return f"{entry.source} has unsupported dtype {stored.dtype}"
     if stored.shape != entry.shape:
