@@ -282,6 +282,7 @@ def _digest_files(config: ModelConfig, files: Iterable[Path]) -> bytes:
         sorted((config.rope_scaling or {}).items()),
         config.local_rope_theta,
         config.layer_windows,
+        *((config.rope_layers,) if config.rope_layers else ()),
         config.query_scale,
         config.rms_norm_eps,
         config.experts_per_token,

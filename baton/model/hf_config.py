@@ -18,7 +18,7 @@ from baton.model.model_config import (
     windows,
 )
 
-_OPTIONAL_WINDOW = ("qwen2", "qwen3", "qwen3_moe")  # only with use_sliding_window
+_OPTIONAL_WINDOW = ("qwen2", "qwen3", "qwen3_moe", "smollm3")  # only with use_sliding_window
 _GEMMA_PATTERN = 6  # each sixth layer has no window
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
@@ -105,6 +105,7 @@ def _config(raw: Mapping[str, Any], generation: Mapping[str, Any], family: str) 
         rope_theta=theta,
         rope_scaling=scaling,
         local_rope_theta=local_theta,
+        rope_layers=_rope_layers(raw, layers) if family == "smollm3" else (),
         layer_windows=_layer_windows(raw, family, layers),
         query_scale=None if scalar == head_dim else float(scalar) ** -0.5,
         rms_norm_eps=float(raw["rms_norm_eps"]),
@@ -162,6 +163,12 @@ def _rope(raw: Mapping[str, Any], family: str) -> tuple[float, dict[str, Any] | 
     return theta, {**rope, "rope_type": kind}, local
 
 
+def _rope_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    interval = int(raw["no_rope_layer_interval"])
+    stated = raw.get("no_rope_layers")  # 1: this layer has RoPE
+    return tuple(map(bool, stated or [(i + 1) % interval for i in range(layers)]))
+
+
 def _layer_windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
     window = raw.get("sliding_window")
     switched_off = family in _OPTIONAL_WINDOW and not raw.get("use_sliding_window")
@@ -172,6 +179,8 @@ def _layer_windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[in
         local = [kind == _SLIDING for kind in types]
     elif family in ("mistral", "qwen3_moe"):
         local = [True] * layers
+    elif family == "smollm3":
+        local = [not has_rope for has_rope in _rope_layers(raw, layers)]
     elif family == "gemma3":
         pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern")
         local = [bool((i + 1) % int(pattern or _GEMMA_PATTERN)) for i in range(layers)]

@@ -24,6 +24,7 @@ _READ = """
     rope_theta rope_scaling rope_parameters rope_local_base_freq original_max_position_embeddings
     sliding_window use_sliding_window max_window_layers layer_types sliding_window_pattern
     _sliding_window_pattern query_pre_attn_scalar hidden_act hidden_activation
+    no_rope_layers no_rope_layer_interval
     num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
     tie_word_embeddings bos_token_id eos_token_id quantization_config text_config
 """
@@ -64,6 +65,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
@@ -126,6 +128,11 @@ _QWEN_MOE = {
     "num_local_experts": 128,
     "num_experts_per_tok": 8,
 }
+_SMOLLM3 = {
+    "default_theta": 2_000_000.0,
+    "no_rope_layer_interval": 4,
+    "tie_word_embeddings": True,
+}
 _QWEN2_VL = {"rms_norm_eps": 1e-5, "default_theta": 1_000_000.0, "max_window_layers": 80}
 _QWEN3_VL = {"head_dim": 128, "default_theta": 500_000.0}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -134,6 +141,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": _defaults(151_936, 4096, 22_016, 32, 32, 32, 32_768, **_QWEN),
     "qwen3": _defaults(151_936, 4096, 22_016, 32, 32, 32, 32_768, head_dim=128, **_QWEN),
     "qwen3_moe": _defaults(151_936, 2048, 6144, 24, 32, 4, 32_768, **_QWEN_MOE),
+    "smollm3": _defaults(128_256, 2048, 11_008, 36, 16, 4, 32_768, **_SMOLLM3),
     "gemma3_text": _defaults(262_208, 2304, 9216, 26, 8, 4, 131_072, **_GEMMA3),
     "qwen2_5_vl_text": _defaults(
         152_064, 8192, 29_568, 80, 64, 8, 32_768, **{**_QWEN, **_QWEN2_VL}

@@ -1,7 +1,7 @@
 """``quantization_config`` of ``config.json``: formats of quantised matrices in safetensors.
 
 Matrices are restored when they are read. Formats of activations have no effect: activations stay
-in the engine's dtype, which is more precise. What a tensor's own shape tells (which matrices are
+in the engine's dtype, which is more precise. What tensors show by their shapes (which matrices are
 quantised, groups, bits of compressed-tensors) is not read from here.
 """
 
@@ -13,7 +13,21 @@ from baton.model.model_config import ModelError
 
 _VALUES = ("int-quantized", "float-quantized", "naive-quantized")
 _FORMATS = (*_VALUES, "pack-quantized")
-_PAIR = 2
+_STRATEGIES = ("tensor", "channel", "group", "block")
+_DEFAULT_BITS = {"fp8": 0, "awq": 4, "gptq": 0}
+_ALLOWED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "fp8": {"fmt": ("e4m3",), "expert_dtype": ("fp8",)},
+    "compressed-tensors": {"transform_config": ({},)},
+    "awq": {"bits": (4,), "version": ("gemm", "GEMM")},
+    "gptq": {
+        "bits": (2, 4, 8),
+        "checkpoint_format": ("gptq", "gptq_v2"),
+        "is_marlin_format": (False,),
+        "dynamic": ({},),
+        "rotation": ("",),
+    },
+}
+"""Values of options by method; another value is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,47 +64,26 @@ def read_quantisation(where: str, raw: Mapping[str, Any]) -> Quantisation | None
     if not options:
         return None
     method = options.get("quant_method", "unknown")
-    if method not in _READERS:
+    if method not in _ALLOWED:
         raise ModelError(
             f"{where}: quantisation {method!r} of safetensors is not supported "
-            f"(supported: {', '.join(sorted(_READERS))})"
+            f"(supported: {', '.join(sorted(_ALLOWED))})"
         )
-    return _READERS[method](where, options)
-
-
-def _fp8(where: str, options: Mapping[str, Any]) -> Quantisation:
-    _refuse(where, options, fmt=("e4m3",), expert_dtype=("fp8",))
-    return Quantisation(method="fp8", block=_block(where, options.get("weight_block_size")))
-
-
-def _awq(where: str, options: Mapping[str, Any]) -> Quantisation:
-    bits = options.get("bits", options.get("w_bit", 4))
-    _refuse(where, {**options, "bits": bits}, bits=(4,), version=("gemm", "GEMM"))
-    return Quantisation(method="awq", bits=4, group=_group(where, options))
-
-
-def _gptq(where: str, options: Mapping[str, Any]) -> Quantisation:
-    _refuse(
-        where,
-        {**options, "bits": options.get("bits", 0)},
-        bits=(2, 4, 8),
-        checkpoint_format=("gptq", "gptq_v2"),
-        is_marlin_format=(False,),
-        dynamic=({},),
-        rotation=("",),
-    )
+    _refuse(where, {"bits": _DEFAULT_BITS.get(method), **options}, _ALLOWED[method])
+    if method == "compressed-tensors":
+        return _compressed(where, options)
     is_first = options.get("checkpoint_format") != "gptq_v2"  # which stores zero points minus one
     return Quantisation(
-        method="gptq",
-        bits=int(options["bits"]),
+        method=method,
+        bits=int(options.get("bits", _DEFAULT_BITS[method])),
         group=_group(where, options),
-        zero_offset=int(is_first),
+        block=_block(where, options.get("weight_block_size")),
+        zero_offset=int(method == "gptq" and is_first),
     )
 
 
 def _compressed(where: str, options: Mapping[str, Any]) -> Quantisation:
-    _refuse(where, options, transform_config=({},))
-    _refuse(where, options.get("sparsity_config") or {}, format=("dense",))
+    _refuse(where, options.get("sparsity_config") or {}, {"format": ("dense",)})
     blocks = set()
     groups = options.get("config_groups") or {}
     for group in groups.values():
@@ -99,14 +92,11 @@ def _compressed(where: str, options: Mapping[str, Any]) -> Quantisation:
             raise ModelError(f"{where}: format {form!r} of compressed-tensors is not supported")
         weights = group.get("weights") or {}
         bits = (4, 8) if form == "pack-quantized" else (8,)
-        _refuse(where, weights, num_bits=bits, strategy=("tensor", "channel", "group", "block"))
+        _refuse(where, weights, {"num_bits": bits, "strategy": _STRATEGIES})
         blocks.add(_block(where, weights.get("block_structure")))
     if len(blocks) > 1:
         raise ModelError(f"{where}: several block structures of compressed-tensors")
     return Quantisation(method="compressed-tensors", block=next(iter(blocks), None))
-
-
-_READERS = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}
 
 
 def _group(where: str, options: Mapping[str, Any]) -> int:
@@ -119,12 +109,12 @@ def _group(where: str, options: Mapping[str, Any]) -> int:
 def _block(where: str, sides: Any) -> tuple[int, int] | None:
     if sides is None:
         return None
-    if len(sides) != _PAIR or not all(type(side) is int and side > 0 for side in sides):
+    if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
         raise ModelError(f"{where}: block {sides} must be two positive numbers")
     return sides[0], sides[1]
 
 
-def _refuse(where: str, options: Mapping[str, Any], **allowed: tuple[Any, ...]) -> None:
+def _refuse(where: str, options: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
     for key, values in allowed.items():
         value = options.get(key)
         if value is not None and value not in values:

@@ -25,7 +25,12 @@ from baton.engine.cpu.parallel.shard import Shard
 from baton.engine.cpu.rows import TorchRows
 from baton.engine.models.families import FAMILIES
 from baton.engine.models.layer import Deltas, LayerVectors, take_vectors
-from baton.engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
+from baton.engine.models.rope import (
+    has_other_frequencies,
+    other_frequencies,
+    rope_frequencies,
+    rope_magnitude,
+)
 from baton.engine.sampling.sample import Logits
 from baton.model.artifact import ModelConfig
 
@@ -83,12 +88,12 @@ class Decoder:
             self.local.num_heads * config.head_dim,
             (self.local.num_heads + self.local.num_kv_heads) * config.head_dim,
         )
-        local = local_frequencies(config)
+        other = other_frequencies(config)
         factors = weights.pop("rope_factors", None)
         self._frequencies = [rope_frequencies(config, factors)]
         self._magnitudes = [rope_magnitude(config)]
-        if local is not None:
-            self._frequencies.append(local)
+        if other is not None:
+            self._frequencies.append(other)
             self._magnitudes.append(1.0)
         self._embed = weights.pop("embed")
         self._embed_scale = math.sqrt(config.hidden_size) if self._family.scale_embedding else 1.0
@@ -122,13 +127,12 @@ class Decoder:
             )
         else:
             mlp = _Dense(linear("gate", "up"), linear("down"))
-        is_local = bool(c.layer_windows) and c.layer_windows[index] is not None
         return _Layer(
             vectors=vectors,
             qkv=linear("q", "k", "v"),
             o=linear("o"),
             mlp=mlp,
-            frequencies=int(is_local and len(self._frequencies) > 1),
+            frequencies=int(has_other_frequencies(c, index)),
         )
 
     def linears(self) -> Mapping[str, Linear]:
