@@ -148,7 +148,7 @@ def _from_directory(
         architecture=architecture,
         revision=revision,
         license=_license_of_card(folder / "README.md"),
-        quantisation=_safetensors_dtype(files) if form is None else form.label,
+        quantisation=_safetensors_dtype(files) if form is None else form.method,
         weight_format=form,
         config=config,
         chat_template=template,

@@ -19,7 +19,7 @@ from baton.model.model_config import (
 )
 
 _OPTIONAL_WINDOW = ("qwen2", "qwen3", "qwen3_moe", "smollm3")  # only with use_sliding_window
-_GEMMA_PATTERN = 6  # each sixth layer has no window
+_PATTERNS = {"gemma3": 6, "gpt_oss": 2}  # each sixth, or second, layer has no window
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
 _ACTIVATIONS = {"gemma3": "gelu_pytorch_tanh"}
@@ -56,17 +56,13 @@ def text_part(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         return dict(raw)
     shared = {key: raw[key] for key in _SHARED if raw.get(key) is not None}
     is_tied = raw.get("tie_word_embeddings", architecture in _TIED_WRAPPERS)
-    return {**shared, **nested, "tie_word_embeddings": is_tied or _is_tied(nested)}
+    return {**shared, **nested, "tie_word_embeddings": is_tied or nested.get("tie_word_embeddings")}
 
 
 def _family_of(kind: str) -> str:
     """Return the family of a ``model_type``, also of a decoder in a model with images."""
     wrappers = [name for name, decoder in TEXT_TYPES.items() if decoder == kind]
     return HF_FAMILIES.get(MODEL_TYPES.get(kind, (wrappers or [kind])[0]), "")
-
-
-def _is_tied(raw: Mapping[str, Any]) -> bool:
-    return bool(raw.get("tie_word_embeddings", False))
 
 
 def read_config(
@@ -91,7 +87,7 @@ def _config(raw: Mapping[str, Any], generation: Mapping[str, Any], family: str) 
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     theta, scaling, local_theta = _rope(raw, family)
     eos = generation.get("eos_token_id", raw.get("eos_token_id"))
-    mixture = family == "qwen3_moe"
+    mixture = family in ("qwen3_moe", "gpt_oss")
     scalar = raw["query_pre_attn_scalar"] if family == "gemma3" else head_dim
     return ModelConfig(
         family=family,
@@ -100,7 +96,9 @@ def _config(raw: Mapping[str, Any], generation: Mapping[str, Any], family: str) 
         num_heads=heads,
         num_kv_heads=int(raw.get("num_key_value_heads") or heads),
         head_dim=int(head_dim),
-        intermediate_size=int(raw["moe_intermediate_size" if mixture else "intermediate_size"]),
+        intermediate_size=int(
+            raw["moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"]
+        ),
         vocab_size=int(raw["vocab_size"]),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -109,21 +107,14 @@ def _config(raw: Mapping[str, Any], generation: Mapping[str, Any], family: str) 
         layer_windows=_layer_windows(raw, family, layers),
         query_scale=None if scalar == head_dim else float(scalar) ** -0.5,
         rms_norm_eps=float(raw["rms_norm_eps"]),
-        num_experts=int(_first(raw, "num_experts", "num_local_experts")) if mixture else 0,
+        num_experts=int(raw.get("num_experts") or raw["num_local_experts"]) if mixture else 0,
         experts_per_token=int(raw["num_experts_per_tok"]) if mixture else 0,
-        normalise_experts=mixture and bool(raw.get("norm_topk_prob", False)),
+        normalise_experts=family == "gpt_oss" or (mixture and bool(raw.get("norm_topk_prob"))),
         max_context_tokens=_context(int(raw["max_position_embeddings"]), scaling),
-        tie_word_embeddings=_is_tied(raw),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
     )
-
-
-def _first(raw: Mapping[str, Any], *keys: str) -> Any:
-    for key in keys:
-        if key in raw:
-            return raw[key]
-    raise KeyError(keys[0])
 
 
 def _context(trained: int, scaling: Mapping[str, Any] | None) -> int:
@@ -181,9 +172,9 @@ def _layer_windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[in
         local = [True] * layers
     elif family == "smollm3":
         local = [not has_rope for has_rope in _rope_layers(raw, layers)]
-    elif family == "gemma3":
+    elif family in _PATTERNS:
         pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern")
-        local = [bool((i + 1) % int(pattern or _GEMMA_PATTERN)) for i in range(layers)]
+        local = [bool((i + 1) % int(pattern or _PATTERNS[family])) for i in range(layers)]
     else:
         local = [i >= int(raw["max_window_layers"]) for i in range(layers)]
     if len(local) != layers:
@@ -214,20 +205,12 @@ def refuse_unsupported(folder: Path, architecture: str, raw: Mapping[str, Any]) 
         if kind != "mrope" or architecture not in TEXT_TYPES:
             refuse_rope(where, kind)
         refuse_rope_keys(where, part)
-    _refuse_base(where, raw, rope)
+    hidden = (raw.get("rope_parameters") or {}).get("rope_theta")
+    if hidden and not rope.get("rope_theta") and not raw.get("rope_theta"):
+        # transformers takes its default base then, with which the model writes nonsense
+        raise ModelError(f"{where}: rope_scaling hides the base; add rope_theta: {hidden} to it")
+    if family == "gpt_oss" and not rope:
+        raise ModelError(f"{where}: rope_scaling is missing")
     local = rope.get(_SLIDING) or {}
     if (kind := local.get("rope_type", "default")) != "default":
         raise ModelError(f"{where}: RoPE scaling {kind!r} of layers with a window is not supported")
-
-
-def _refuse_base(where: str, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    """Raise ``ModelError`` if ``rope_scaling`` hides the base that ``rope_parameters`` contains.
-
-    transformers takes its default base then, with which the model writes nonsense.
-    """
-    hidden = (raw.get("rope_parameters") or {}).get("rope_theta")
-    if hidden and not rope.get("rope_theta") and not raw.get("rope_theta"):
-        raise ModelError(
-            f"{where}: rope_scaling replaces rope_parameters, which has the RoPE base; "
-            f"add rope_theta: {hidden} to rope_scaling"
-        )

@@ -5,6 +5,7 @@ changes no logit of transformers either (tools that train models add their own),
 warning in the log. An unknown key of RoPE is refused: such keys exist to change the angles.
 """
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -24,9 +25,9 @@ _READ = """
     rope_theta rope_scaling rope_parameters rope_local_base_freq original_max_position_embeddings
     sliding_window use_sliding_window max_window_layers layer_types sliding_window_pattern
     _sliding_window_pattern query_pre_attn_scalar hidden_act hidden_activation
-    no_rope_layers no_rope_layer_interval
-    num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
-    tie_word_embeddings bos_token_id eos_token_id quantization_config text_config
+    no_rope_layers no_rope_layer_interval num_experts num_local_experts num_experts_per_tok
+    moe_intermediate_size norm_topk_prob tie_word_embeddings bos_token_id eos_token_id
+    quantization_config text_config
 """
 _IGNORED = """
     transformers_version torch_dtype dtype _name_or_path name_or_path _attn_implementation
@@ -38,25 +39,21 @@ _IGNORED = """
     add_cross_attention cross_attention_hidden_size problem_type id2label label2id num_labels
     finetuning_task task_specific_params tokenizer_class prefix pad_token_id sep_token_id
     decoder_start_token_id torchscript use_bfloat16 tf_legacy_loss pruned_heads tie_encoder_decoder
-    gradient_checkpointing unsloth_version unsloth_fixed initial_context_length
+    gradient_checkpointing experts_per_token unsloth_version unsloth_fixed initial_context_length
     vision_config vision_feature_layer vision_start_token_id vision_end_token_id vision_token_id
     image_token_id image_token_index video_token_id boi_token_index eoi_token_index
     mm_tokens_per_image multimodal_projector_bias projector_hidden_act spatial_merge_size
 """
-_NEUTRAL: dict[str, Rule] = {
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "partial_rotary_factor": (1.0,),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "use_bidirectional_attention": (False,),
-    "decoder_sparse_step": (1,),
-    "mlp_only_layers": ([],),
-}
+_UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping")
+_SWITCHED_OFF = ("attention_bias", "mlp_bias", "use_bidirectional_attention")
 CONFIG_KEYS: Mapping[str, Rule] = {
     **dict.fromkeys(_READ.split(), HONOURED),
     **dict.fromkeys(_IGNORED.split(), NO_EFFECT),
-    **_NEUTRAL,
+    **dict.fromkeys(_UNSUPPORTED, (None,)),
+    **dict.fromkeys(_SWITCHED_OFF, (False,)),
+    "partial_rotary_factor": (1.0,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
 }
 MODEL_TYPES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
@@ -66,6 +63,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
@@ -80,7 +78,9 @@ TEXT_TYPES: Mapping[str, str] = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
 }
 """Architectures with images -> ``model_type`` of the decoder in them."""
-FAMILY_KEYS: Mapping[str, Mapping[str, Rule]] = {}
+FAMILY_KEYS: Mapping[str, Mapping[str, Rule]] = {
+    "gpt_oss": {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+}
 """Rules that differ for a family."""
 
 _ROPE_READ = """
@@ -98,57 +98,42 @@ ROPE_KEYS: Mapping[str, Rule] = {
 }
 """Keys of ``rope_scaling`` and ``rope_parameters``; another key is refused."""
 
-_ORDER = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-)
+_DEFAULTS = """
+    llama max_position_embeddings=2048
+    mistral max_position_embeddings=131072 num_key_value_heads=8 sliding_window=4096
+    qwen2 max_position_embeddings=32768 num_key_value_heads=32 sliding_window=4096
+        max_window_layers=28
+    qwen3 max_position_embeddings=32768 num_key_value_heads=32 sliding_window=4096
+        max_window_layers=28 head_dim=128
+    qwen3_moe max_position_embeddings=32768 num_key_value_heads=4 sliding_window=4096
+        moe_intermediate_size=768 num_local_experts=128 num_experts_per_tok=8
+    smollm3 max_position_embeddings=32768 num_key_value_heads=4 no_rope_layer_interval=4
+        default_theta=2000000 tie_word_embeddings=true
+    gpt_oss max_position_embeddings=131072 num_key_value_heads=8 sliding_window=128 head_dim=64
+        num_local_experts=128 num_experts_per_tok=4 default_theta=150000 rms_norm_eps=1e-5
+    gemma3_text max_position_embeddings=131072 num_key_value_heads=4 sliding_window=4096
+        num_attention_heads=8 head_dim=256 vocab_size=262208 default_theta=1000000
+        query_pre_attn_scalar=256 tie_word_embeddings=true
+    qwen2_5_vl_text max_position_embeddings=32768 num_key_value_heads=8 sliding_window=4096
+        max_window_layers=80 default_theta=1000000 rms_norm_eps=1e-5
+    qwen3_vl_text max_position_embeddings=128000 num_key_value_heads=32 head_dim=128
+        default_theta=500000
+"""
 
 
-def _defaults(*sizes: int | None, **more: Any) -> dict[str, Any]:
-    common = {"rms_norm_eps": 1e-6, "default_theta": 10_000.0}
-    return {**common, **dict(zip(_ORDER, sizes, strict=True)), **more}
+def _read_defaults(table: str) -> dict[str, dict[str, Any]]:
+    defaults: dict[str, dict[str, Any]] = {}
+    for word in table.split():
+        key, _, value = word.partition("=")
+        if not value:
+            own = defaults[key] = {"rms_norm_eps": 1e-6, "default_theta": 10_000}
+        else:
+            own[key] = json.loads(value)
+    return defaults
 
 
-_GEMMA3 = {
-    "head_dim": 256,
-    "default_theta": 1_000_000.0,
-    "sliding_window": 4096,
-    "query_pre_attn_scalar": 256,
-    "tie_word_embeddings": True,
-}
-_QWEN = {"sliding_window": 4096, "max_window_layers": 28}
-_QWEN_MOE = {
-    "sliding_window": 4096,
-    "moe_intermediate_size": 768,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 8,
-}
-_SMOLLM3 = {
-    "default_theta": 2_000_000.0,
-    "no_rope_layer_interval": 4,
-    "tie_word_embeddings": True,
-}
-_QWEN2_VL = {"rms_norm_eps": 1e-5, "default_theta": 1_000_000.0, "max_window_layers": 80}
-_QWEN3_VL = {"head_dim": 128, "default_theta": 500_000.0}
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": _defaults(32_000, 4096, 11_008, 32, 32, None, 2048),
-    "mistral": _defaults(32_000, 4096, 14_336, 32, 32, 8, 131_072, sliding_window=4096),
-    "qwen2": _defaults(151_936, 4096, 22_016, 32, 32, 32, 32_768, **_QWEN),
-    "qwen3": _defaults(151_936, 4096, 22_016, 32, 32, 32, 32_768, head_dim=128, **_QWEN),
-    "qwen3_moe": _defaults(151_936, 2048, 6144, 24, 32, 4, 32_768, **_QWEN_MOE),
-    "smollm3": _defaults(128_256, 2048, 11_008, 36, 16, 4, 32_768, **_SMOLLM3),
-    "gemma3_text": _defaults(262_208, 2304, 9216, 26, 8, 4, 131_072, **_GEMMA3),
-    "qwen2_5_vl_text": _defaults(
-        152_064, 8192, 29_568, 80, 64, 8, 32_768, **{**_QWEN, **_QWEN2_VL}
-    ),
-    "qwen3_vl_text": _defaults(151_936, 4096, 22_016, 32, 32, 32, 128_000, **_QWEN3_VL),
-}
-"""Values of missing keys by ``model_type``: those of transformers."""
+DEFAULTS: Mapping[str, Mapping[str, Any]] = _read_defaults(_DEFAULTS)
+"""Values of missing keys by ``model_type``: those of transformers. Sizes have none."""
 
 
 def refuse_keys(where: str, raw: Mapping[str, Any], family: str) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 from baton.model.model_config import ModelError
 
-_VALUES = ("int-quantized", "float-quantized", "naive-quantized")
-_FORMATS = (*_VALUES, "pack-quantized")
+_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 _STRATEGIES = ("tensor", "channel", "group", "block")
-_DEFAULT_BITS = {"fp8": 0, "awq": 4, "gptq": 0}
+_DEFAULT_BITS = {"fp8": 0, "awq": 4, "gptq": 0, "mxfp4": 0}
 _ALLOWED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "fp8": {"fmt": ("e4m3",), "expert_dtype": ("fp8",)},
     "compressed-tensors": {"transform_config": ({},)},
+    "mxfp4": {},
     "awq": {"bits": (4,), "version": ("gemm", "GEMM")},
     "gptq": {
         "bits": (2, 4, 8),
@@ -35,7 +35,7 @@ class Quantisation:
     """Format of quantised matrices.
 
     Attributes:
-        method: ``fp8``, ``compressed-tensors``, ``awq`` or ``gptq``.
+        method: A key of ``_ALLOWED``.
         bits: Bits of a value, for ``awq`` and ``gptq``.
         group: Inputs with a common scale, for ``awq`` and ``gptq``; 0: all of them.
         block: Rows and columns with a common scale, if scales are by block.
@@ -47,11 +47,6 @@ class Quantisation:
     group: int = 0
     block: tuple[int, int] | None = None
     zero_offset: int = 0
-
-    @property
-    def label(self) -> str:
-        """Name for users."""
-        return f"{self.method} {self.bits} bit" if self.bits else self.method
 
 
 def read_quantisation(where: str, raw: Mapping[str, Any]) -> Quantisation | None:

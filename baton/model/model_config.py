@@ -17,6 +17,7 @@ HF_FAMILIES = {
     "Gemma3ForCausalLM": "gemma3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "SmolLM3ForCausalLM": "smollm3",
+    "GptOssForCausalLM": "gpt_oss",
     # with images, of which only the decoder is used
     "Gemma3ForConditionalGeneration": "gemma3",
     "Mistral3ForConditionalGeneration": "mistral",
@@ -114,14 +115,8 @@ _ROPE_NUMBERS: dict[Any, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-_ROPE_OPTIONS = (
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "attn_factor",
-    "mscale",
-    "mscale_all_dim",
-)
+_ROPE_FACTORS = ("attention_factor", "attn_factor")
+_ROPE_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", *_ROPE_FACTORS)
 _MOST_LAYERS = _MOST_EXPERTS = 4096
 _MOST_EXPERTS_IN_ALL = 1 << 17
 

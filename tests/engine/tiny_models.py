@@ -54,6 +54,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolLM3",
         {"use_sliding_window": True, "sliding_window": WINDOW, "no_rope_layer_interval": 2},
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        },
+    ),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}),
     "qwen3_moe-not-normed": ("Qwen3Moe", EXPERTS),
 }

@@ -169,12 +169,12 @@ def _first_gpu() -> torch.device:
 
 def _refuse(settings: EngineSettings, artifact: ModelArtifact) -> None:
     escape = "use device cpu; with auto, hide the GPU by CUDA_VISIBLE_DEVICES="
-    parts = {"a mixture of experts": artifact.config.num_experts}
-    parts |= {"with layers without RoPE": not all(artifact.config.rope_layers)}
-    for part in [name for name, is_needed in parts.items() if is_needed]:
+    c = artifact.config
+    if c.num_experts or not all(c.rope_layers):
+        part = "a mixture of experts" if c.num_experts else "with layers without RoPE"
         raise ModelError(
-            f"{artifact.source}: architecture {artifact.architecture}, {part}, is not supported "
-            f"on CUDA; {escape}"
+            f"{artifact.source}: architecture {artifact.architecture}, {part}, is "
+            f"not supported on CUDA; {escape}"
         )
     quantisation = settings.weight_quantisation
     if quantisation not in ("none", "fp8"):

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from baton.engine.loading.gguf_weights import open_gguf_weights
-from baton.engine.loading.quantised_tensor import QuantisedTensor, join_quantised
+from baton.engine.loading.quantised_tensor import QuantisedTensor, Stored, join_quantised
 from baton.engine.loading.safetensors_file import DTYPES as STORED_DTYPES
 from baton.engine.loading.safetensors_file import SafetensorsFile, StoredTensor
 from baton.engine.loading.weights import (
@@ -34,13 +34,12 @@ from baton.model.hf_keys import TEXT_TYPES
 _LOG = logging.getLogger(__name__)
 
 # Files of embedding models lack "model.". Those with images have it twice, by two names.
-_DECODER = re.compile(r"(?:model\.|language_model\.)*((?:embed_tokens|layers|norm|lm_head)\..+)")
+_DECODER = re.compile(r"^(?:model\.|language_model\.)*(embed_tokens|layers|norm)\.")
 _IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|visual|multi_modal_projector)\..+")
+_BARE_EMBED = "embed_tokens.weight"
 _EMBED = GLOBAL_NAMES["embed"][1]
 _HEAD = GLOBAL_NAMES["head"][1]
 _COMPARED_ROWS = 8192
-
-Stored = StoredTensor | QuantisedTensor
 
 
 @contextmanager
@@ -90,8 +89,13 @@ def _open_safetensors(
     check_table(artifact, table, tensors, lambda entry: _problem(entry, tensors[entry.source]))
 
     def read(entry: WeightName) -> torch.Tensor:
-        stored = tensors[entry.source][rows(entry.name)]
-        return finished(entry, stored, dtype, artifact.config.head_dim)
+        stored = tensors[entry.source]
+        if entry.part is None:
+            weight = stored[rows(entry.name)]
+        else:
+            weight = stored[slice(entry.part, entry.part + 1)][0]
+            weight = weight if weight.ndim == 1 else weight.T  # inputs first
+        return finished(entry, weight, dtype, artifact.config.head_dim)
 
     readers = {entry.name: partial(read, entry) for entry in table}
     return Weights(str(artifact.path), readers, progress)
@@ -110,7 +114,7 @@ def _stored_tensors(
         for stored in file.keys():  # noqa: SIM118 - it is not a mapping
             if artifact.architecture in TEXT_TYPES and _IMAGES.fullmatch(stored):
                 continue
-            name = _decoder_name(stored)
+            name = _DECODER.sub(r"model.\1.", stored).removeprefix("language_model.")
             if name in tensors:
                 raise ModelError(f"{path}: {name} is also in another file")
             tensors[name] = file.get_slice(stored)
@@ -119,7 +123,7 @@ def _stored_tensors(
     try:
         return join_quantised(tensors, artifact.weight_format, dtype)
     except (ValueError, LookupError) as error:
-        raise ModelError(f"{artifact.path}: {artifact.weight_format.label}: {error}") from error
+        raise ModelError(f"{artifact.path}: {artifact.weight_format.method}: {error}") from error
 
 
 def _drop_zero_biases(table: list[WeightName], tensors: dict[str, Stored]) -> None:
@@ -129,13 +133,6 @@ def _drop_zero_biases(table: list[WeightName], tensors: dict[str, Stored]) -> No
         matrix = tensors.get(name.removesuffix("bias") + "weight")
         if isinstance(matrix, QuantisedTensor) and not tensors[name][slice(None)].any():
             del tensors[name]
-
-
-def _decoder_name(stored: str) -> str:
-    match = _DECODER.fullmatch(stored)
-    if match is None:
-        return stored
-    return match[1] if match[1].startswith("lm_head.") else f"model.{match[1]}"
 
 
 def _with_head(
@@ -150,18 +147,16 @@ def _with_head(
     if artifact.config.tie_word_embeddings:
         if stored and embed and stored.shape == embed.shape and not _equal(stored, embed):
             return [*table, WeightName("head", _HEAD, stored.shape)]
-    elif stored is None and embed and embed.name == _EMBED.removeprefix("model."):
+    elif stored is None and isinstance(embed, StoredTensor) and embed.name == _BARE_EMBED:
         _LOG.warning("%s has no LM head: only its embeddings make sense", artifact.path)
         return [replace(e, source=_EMBED) if e.name == "head" else e for e in table]
     return table
 
 
 def _equal(left: Stored, right: Stored) -> bool:
-    for begin in range(0, left.shape[0], _COMPARED_ROWS):
-        some = slice(begin, begin + _COMPARED_ROWS)
-        if not torch.equal(left[some], right[some]):
-            return False
-    return True
+    begins = range(0, left.shape[0], _COMPARED_ROWS)
+    pieces = [slice(begin, begin + _COMPARED_ROWS) for begin in begins]
+    return all(torch.equal(left[some], right[some]) for some in pieces)
 
 
 def _problem(entry: WeightName, stored: Stored) -> str:

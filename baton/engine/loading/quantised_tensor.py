@@ -12,7 +12,7 @@ bits, lowest bits first:
 Beside the result a read needs the packed matrix and a piece of fp32.
 """
 
-# ruff: noqa: N803, N806 - suffixes such as scale_NG give shapes
+# ruff: noqa: N806 - suffixes such as scale_NG give shapes
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +32,11 @@ _PARTS = (
 )
 # scales of activations and KV, which are not quantised here
 _UNUSED = ("input_scale", "activation_scale", "input_zero_point", "output_scale", "k_scale")
-_ENDINGS = tuple(f".{part}" for part in (*_UNUSED, "v_scale", "q_scale", "k_zero_point"))
+_ENDINGS = (*(f".{part}" for part in (*_UNUSED, "v_scale", "q_scale")), "_proj_scales")
 _LEVELS = ("F8_E4M3", "I8", "I32")
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_FP4_PAIRS = torch.cartesian_prod(torch.cat((_FP4, -_FP4)), torch.cat((_FP4, -_FP4))).flip(1)
+_FP4_BIAS = 127
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,6 @@ class QuantisedTensor:
         result: Dtype of the restored values.
     """
 
-    name: str
     levels: StoredTensor
     parts: Mapping[str, StoredTensor]
     form: Quantisation
@@ -63,21 +65,20 @@ class QuantisedTensor:
 
     def _restored(self, first: int, last: int) -> torch.Tensor:
         restored = torch.empty((last - first, self.shape[1]), dtype=self.result)
-        by_inputs = self.levels.name.endswith(".qweight")
+        by_inputs = "qzeros" in self.parts
         whole = self.levels[slice(None)] if by_inputs else None
         scale_NG = self._scales()
         zero_NG = self._zero_points()
         group_K = self._groups(scale_NG.shape[1])
-        step = max(8, _PIECE_VALUES // self.shape[1] // 8 * 8)
-        begin = first
-        while begin < last:
-            end = min(begin // step * step + step, last)
+        step = max(1, _PIECE_VALUES // self.shape[1])
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
             values = self._levels(whole, begin, end).float()
-            if zero_NG is not None:
-                values -= _spread(zero_NG, begin, end, group_K)
-            values *= _spread(scale_NG, begin, end, group_K)
+            for each_NG, add in ((zero_NG, torch.sub), (scale_NG, torch.mul)):
+                own = each_NG[begin:end] if len(each_NG) > 1 else each_NG
+                spread = own if own.shape[1] == 1 else own[:, group_K]
+                add(values, spread, out=values)
             restored[begin - first : end - first] = values
-            begin = end
         return restored
 
     def _levels(self, whole: torch.Tensor | None, begin: int, end: int) -> torch.Tensor:
@@ -104,46 +105,36 @@ class QuantisedTensor:
         N, K = self.shape
         if "scales" in self.parts:
             return self._read("scales").float().T
-        scale = self._read(
-            "weight_scale_inv" if "weight_scale_inv" in self.parts else "weight_scale"
-        )
-        scale = scale.float()
+        inverse = "weight_scale_inv"  # so called, but a factor
+        scale = self._read(inverse if inverse in self.parts else "weight_scale").float()
         if scale.numel() == 1:
             return scale.view(1, 1)
-        if self.form.block is not None:
-            height, width = self.form.block
-            if tuple(scale.shape) == (-(-N // height), -(-K // width)):
-                return scale.repeat_interleave(height, 0)[:N]
+        height, width = self.form.block or (N, K)
+        if tuple(scale.shape) == (-(-N // height), -(-K // width)):
+            return scale.repeat_interleave(height, 0)[:N]
         scale = scale.view(len(scale), -1)
         if len(scale) != N or K % scale.shape[1]:
             raise ValueError(f"scales {list(scale.shape)} do not fit")
         return scale
 
-    def _zero_points(self) -> torch.Tensor | None:
-        """Return the zero points as ``[N or 1, G]``, if levels have any."""
+    def _zero_points(self) -> torch.Tensor:
+        """Return the zero points as ``[N or 1, G or 1]``."""
         N = self.shape[0]
         if "qzeros" in self.parts:
-            words = self._read("qzeros")
-            zeros = (
-                _unpacked(words, 4, _AWQ_ORDER)
-                if self.form.method == "awq"
-                else _unpacked(words, self.form.bits).float() + self.form.zero_offset
-            )
-            return zeros.float().T[:N]
+            order = _AWQ_ORDER if self.form.method == "awq" else ()
+            zeros = _unpacked(self._read("qzeros"), self.form.bits, order)
+            return (zeros.float() + self.form.zero_offset).T[:N]
         is_packed = self.levels.dtype == "I32"
         middle = 1 << (self._packed_bits() - 1) if is_packed else 0
         if "weight_zero_point" not in self.parts:
-            return torch.full((1, 1), float(middle)) if is_packed else None
+            return torch.full((1, 1), float(middle))
         zeros = self._read("weight_zero_point")
-        if is_packed and zeros.dtype == torch.int32:
+        if zeros.dtype == torch.int32:
             return _unpacked(zeros.T, self._packed_bits()).float().T[:N]
-        zeros = zeros.float().view(-1, 1) if zeros.ndim < 2 else zeros.float()
-        return zeros + middle
+        return zeros.float().view(len(zeros), -1) + middle
 
-    def _groups(self, groups: int) -> torch.Tensor | None:
-        """Return the group of each input, or ``None`` if there is one group."""
-        if groups == 1:
-            return None
+    def _groups(self, groups: int) -> torch.Tensor:
+        """Return the group of each input."""
         for name in ("g_idx", "weight_g_idx"):
             if name in self.parts:
                 group_K = self._read(name).long()
@@ -156,14 +147,6 @@ class QuantisedTensor:
         return self.parts[part][slice(None)]
 
 
-def _spread(
-    values_NG: torch.Tensor, begin: int, end: int, group_K: torch.Tensor | None
-) -> torch.Tensor:
-    """Return the value of each element of rows, or what broadcasts to it."""
-    own = values_NG if len(values_NG) == 1 else values_NG[begin:end]
-    return own if group_K is None or own.shape[1] == 1 else own[:, group_K]
-
-
 def _unpacked(words: torch.Tensor, bits: int, order: Sequence[int] = ()) -> torch.Tensor:
     """Return the levels in words, ``[R, C] -> [R, C * 32 / bits]``, of 8 bits without sign."""
     places = torch.tensor(order or range(_WORD_BITS // bits), dtype=torch.int32)
@@ -171,27 +154,51 @@ def _unpacked(words: torch.Tensor, bits: int, order: Sequence[int] = ()) -> torc
     return levels.bitwise_and_((1 << bits) - 1).flatten(1)
 
 
+@dataclass(frozen=True, slots=True)
+class Mxfp4Tensor:
+    """Matrices ``[experts, K, N]`` in MXFP4, with the interface of ``StoredTensor``.
+
+    ``blocks`` are pairs of values ``[experts, N, G, 16]``, ``scales`` exponents of groups.
+    """
+
+    blocks: StoredTensor
+    scales: StoredTensor
+    shape: tuple[int, ...]
+    result: torch.dtype
+    dtype: str = "F32"
+
+    def __getitem__(self, experts: slice) -> torch.Tensor:
+        """Restore the matrices of experts ``a:b``."""
+        values = _FP4_PAIRS.to(self.result)[self.blocks[experts].int()].flatten(3)
+        exponents = self.scales[experts].to(torch.int32) - _FP4_BIAS
+        return torch.ldexp(values, exponents[..., None]).flatten(2).transpose(1, 2)
+
+
+Stored = StoredTensor | QuantisedTensor | Mxfp4Tensor
+
+
 def join_quantised(
     tensors: Mapping[str, StoredTensor], form: Quantisation, result: torch.dtype
-) -> dict[str, StoredTensor | QuantisedTensor]:
+) -> dict[str, Stored]:
     """Return the tensors with each quantised matrix as one, ``X.weight``.
 
     Raises:
         ValueError: A part of a matrix is missing.
     """
-    joined: dict[str, StoredTensor | QuantisedTensor] = {}
+    joined: dict[str, Stored] = {}
     for name, tensor in tensors.items():
         stem, _, kind = name.rpartition(".")
         if kind in _KINDS and tensor.dtype in _LEVELS:
-            parts = {
-                part: tensors[f"{stem}.{part}"] for part in _PARTS if f"{stem}.{part}" in tensors
-            }
+            parts = {part: found for part in _PARTS if (found := tensors.get(f"{stem}.{part}"))}
             if not parts.keys() & {"scales", "weight_scale", "weight_scale_inv"}:
                 raise ValueError(f"{stem} has no scales")
             shape = _shape(tensor, kind, parts, form)
-            joined[f"{stem}.weight"] = QuantisedTensor(
-                f"{stem}.weight", tensor, parts, form, shape, result
-            )
+            joined[f"{stem}.weight"] = QuantisedTensor(tensor, parts, form, shape, result)
+        elif form.method == "mxfp4" and name.endswith("_blocks"):
+            stem = name.removesuffix("_blocks")
+            experts, outputs, groups, half = tensor.shape
+            shape = (experts, groups * half * 2, outputs)
+            joined[stem] = Mxfp4Tensor(tensor, tensors[f"{stem}_scales"], shape, result)
         elif kind not in _PARTS and not name.endswith(_ENDINGS):
             joined[name] = tensor
     return joined

@@ -121,5 +121,4 @@ def has_other_frequencies(config: ModelConfig, layer: int) -> bool:
     """Return whether ``other_frequencies`` are those of a layer."""
     if config.rope_layers:
         return not config.rope_layers[layer]
-    windows = config.layer_windows
-    return config.local_rope_theta is not None and bool(windows) and windows[layer] is not None
+    return config.local_rope_theta is not None and any(config.layer_windows[layer : layer + 1])

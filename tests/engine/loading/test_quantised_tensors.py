@@ -15,12 +15,14 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.engine.loading.open import load_weights, open_weights
 from baton.engine.models import llama
 from baton.engine.models.rope import unpair_rows
 from baton.model.artifact import ModelError, resolve_model
 from tests.engine import tiny_models as tiny
+from tests.engine.models.test_families import MAX_LOGIT_ERROR, error, logits_of
 
 Tensors = dict[str, torch.Tensor]
 Quantiser = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -238,6 +240,30 @@ def test_gptq_is_restored_in_the_order_of_activations(
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": group, "checkpoint_format": form}
     assert_restored(tmp_path, write(tmp_path, {**config, "desc_act": True}, quantise))
+
+
+# --- MXFP4 -------------------------------------------------------------------------------------
+
+
+def test_experts_in_mxfp4_are_restored_as_by_transformers(tmp_path: Path) -> None:
+    model = tiny.build("gpt_oss")
+    tiny.save(model, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(4)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = stored.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(119, 126, shape, dtype=torch.uint8, generator=generator)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        dense = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        model.get_parameter(name).data.copy_(dense)
+    save_file(stored, tmp_path / "model.safetensors")
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    tokens = tiny.tokens(60)
+    assert error(logits_of(tmp_path, tokens), model, tokens) < MAX_LOGIT_ERROR
 
 
 # --- refusals ----------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def test_the_table_has_every_key_and_default_of_transformers() -> None:
         ),
         (
             {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e6}},
-            "add rope_theta: 1000000.0 to rope_scaling",
+            "rope_scaling hides the base; add rope_theta: 1000000.0",
         ),
         ({"rope_parameters": {"rope_type": "mrope"}}, "RoPE scaling 'mrope'"),
     ],

@@ -167,7 +167,9 @@ def prove(path: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "gemma3", "qwen3_moe", "smollm3"])
+@pytest.mark.parametrize(
+    "name", ["mistral", "qwen2", "qwen3", "gemma3", "qwen3_moe", "smollm3", "gpt_oss"]
+)
 def test_exact_holds(tmp_path: Path, name: str, dtype: str) -> None:
     prove(tiny.save(tiny.build(name), tmp_path / "model"), dtype)
 
