@@ -174,8 +174,9 @@ def test_exact_holds(tmp_path: Path, name: str, dtype: str) -> None:
     prove(tiny.save(tiny.build(name), tmp_path / "model"), dtype)
 
 
-def test_a_token_of_a_mixture_does_not_depend_on_its_batch(tmp_path: Path) -> None:
-    artifact = resolve_model(str(tiny.save(tiny.build("qwen3_moe"), tmp_path / "model")))
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_token_of_a_mixture_does_not_depend_on_its_batch(tmp_path: Path, name: str) -> None:
+    artifact = resolve_model(str(tiny.save(tiny.build(name), tmp_path / "model")))
     with torch.inference_mode():
         model = load_model(artifact, "bf16", "exact")
         tiling = attention_tiling(artifact.config, "bf16", "exact")
