@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from baton.model import gguf_config, hf_config
 from baton.model.hf_config import read_json
+from baton.model.hf_quantisation import Quantisation, read_quantisation
 from baton.model.hf_tokens import TokenFiles
 from baton.model.locate import HUB_LOAD_S, is_gguf, locate
 from baton.model.model_config import ModelConfig, ModelError, refuse_numbers
@@ -51,6 +52,7 @@ class ModelArtifact:
         chat_template: Jinja text; None without one.
         tool_template: Jinja text for requests with tools, if the model has one.
         template_digest: 16 bytes over the chat templates; empty without one.
+        weight_format: Format of quantised matrices in safetensors.
         tokenizer: Text of ``tokenizer.json``, or ``tokenizer.*`` metadata of a GGUF file.
         special_tokens: Text by name (``bos_token``) that the tokenizer's own files give; empty if
             the model has none of this name.
@@ -69,6 +71,7 @@ class ModelArtifact:
     tokenizer_digest: bytes
     template_digest: bytes
     generation_defaults: dict[str, float | int]
+    weight_format: Quantisation | None = None
     tokenizer: TokenizerSource = field(repr=False, compare=False)
     tool_template: str | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)
@@ -127,11 +130,13 @@ def _from_directory(
     if not raw:
         raise ModelError(f"{folder}: config.json is missing or empty")
     generation = read_json(folder / "generation_config.json")
-    architecture = str((raw.get("architectures") or [raw.get("model_type", "unknown")])[0])
+    architecture = hf_config.architecture_of(raw)
+    raw = hf_config.text_part(raw, architecture)
     if check:
         hf_config.refuse_unsupported(folder, architecture, raw)
         refuse_values(str(folder / "generation_config.json"), generation, GENERATION_CONFIG)
     config = hf_config.read_config(folder, raw, generation, architecture)
+    form = read_quantisation(f"{folder}: architecture {architecture}", raw) if check else None
     files = _safetensors_files(folder) if weights else ()
     tokens = TokenFiles(folder, check=check)
     config = tokens.with_end(config)
@@ -145,7 +150,8 @@ def _from_directory(
         architecture=architecture,
         revision=revision,
         license=_license_of_card(folder / "README.md"),
-        quantisation=_safetensors_dtype(files),
+        quantisation=_safetensors_dtype(files) if form is None else form.method,
+        weight_format=form,
         config=config,
         tokenizer_digest=_digest(tokens.tokenizer),
         generation_defaults=_numbers(
@@ -282,6 +288,7 @@ def _digest_files(config: ModelConfig, files: Iterable[Path]) -> bytes:
         sorted((config.rope_scaling or {}).items()),
         config.local_rope_theta,
         config.layer_windows,
+        *((config.rope_layers,) if config.rope_layers else ()),
         config.query_scale,
         config.rms_norm_eps,
         config.experts_per_token,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from baton.model.hf_keys import DEFAULTS, MODEL_TYPES, TEXT_TYPES, refuse_keys, refuse_rope_keys
 from baton.model.model_config import (
     HF_FAMILIES,
     ModelConfig,
@@ -17,13 +18,14 @@ from baton.model.model_config import (
     windows,
 )
 
-_HEAD_DIM = {"gemma3": 256, "qwen3": 128}
-_WINDOW = {"gemma3": 4096, "mistral": 4096}
-_OPTIONAL_WINDOW = ("qwen2", "qwen3", "qwen3_moe")  # only with use_sliding_window
-_GEMMA_PATTERN = 6  # each sixth layer has no window
+_OPTIONAL_WINDOW = ("qwen2", "qwen3", "qwen3_moe", "smollm3")  # only with use_sliding_window
+_PATTERNS = {"gemma3": 6, "gpt_oss": 2}  # each sixth, or second, layer has no window
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
 _ACTIVATIONS = {"gemma3": "gelu_pytorch_tanh"}
+_DEFAULTS_OF = {"gemma3": "gemma3_text"}
+_TIED_WRAPPERS = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
+_SHARED = ("bos_token_id", "eos_token_id", "quantization_config")  # with images, at the top
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -39,16 +41,42 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def architecture_of(raw: Mapping[str, Any]) -> str:
+    """Return the architecture in ``config.json``, or that of its ``model_type``."""
+    if names := raw.get("architectures"):
+        return str(names[0])
+    kind = str(raw.get("model_type", "unknown"))
+    return MODEL_TYPES.get(kind, kind)
+
+
+def text_part(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Return the keys of the decoder: of models with images those of ``text_config``."""
+    nested = raw.get("text_config")
+    if architecture not in TEXT_TYPES or not isinstance(nested, Mapping):
+        return dict(raw)
+    shared = {key: raw[key] for key in _SHARED if raw.get(key) is not None}
+    is_tied = raw.get("tie_word_embeddings", architecture in _TIED_WRAPPERS)
+    return {**shared, **nested, "tie_word_embeddings": is_tied or nested.get("tie_word_embeddings")}
+
+
+def _family_of(kind: str) -> str:
+    """Return the family of a ``model_type``, also of a decoder in a model with images."""
+    wrappers = [name for name, decoder in TEXT_TYPES.items() if decoder == kind]
+    return HF_FAMILIES.get(MODEL_TYPES.get(kind, (wrappers or [kind])[0]), "")
+
+
 def read_config(
     folder: Path, raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str
 ) -> ModelConfig:
     """Return the configuration of a model; unknown architectures are read like Llama.
 
-    The end tokens in ``generation`` (``generation_config.json``) take precedence.
+    ``raw`` are the keys of its ``text_part``. The end tokens in ``generation``
+    (``generation_config.json``) take precedence.
     """
     family = HF_FAMILIES.get(architecture, "llama")
+    missing = DEFAULTS[TEXT_TYPES.get(architecture, _DEFAULTS_OF.get(family, family))]
     try:
-        return _config(raw, generation, family)
+        return _config({**missing, **raw}, generation, family)
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{folder / 'config.json'}: missing or wrong value: {error}") from error
 
@@ -56,11 +84,11 @@ def read_config(
 def _config(raw: Mapping[str, Any], generation: Mapping[str, Any], family: str) -> ModelConfig:
     heads = int(raw["num_attention_heads"])
     layers = int(raw["num_hidden_layers"])
-    head_dim = raw.get("head_dim") or _HEAD_DIM.get(family) or raw["hidden_size"] // heads
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     theta, scaling, local_theta = _rope(raw, family)
     eos = generation.get("eos_token_id", raw.get("eos_token_id"))
-    mixture = family == "qwen3_moe"
-    scalar = raw.get("query_pre_attn_scalar", 256) if family == "gemma3" else head_dim
+    mixture = family in ("qwen3_moe", "gpt_oss")
+    scalar = raw["query_pre_attn_scalar"] if family == "gemma3" else head_dim
     return ModelConfig(
         family=family,
         hidden_size=int(raw["hidden_size"]),
@@ -68,29 +96,25 @@ def _config(raw: Mapping[str, Any], generation: Mapping[str, Any], family: str) 
         num_heads=heads,
         num_kv_heads=int(raw.get("num_key_value_heads") or heads),
         head_dim=int(head_dim),
-        intermediate_size=int(raw["moe_intermediate_size" if mixture else "intermediate_size"]),
+        intermediate_size=int(
+            raw["moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"]
+        ),
         vocab_size=int(raw["vocab_size"]),
         rope_theta=theta,
         rope_scaling=scaling,
         local_rope_theta=local_theta,
+        rope_layers=_rope_layers(raw, layers) if family == "smollm3" else (),
         layer_windows=_layer_windows(raw, family, layers),
         query_scale=None if scalar == head_dim else float(scalar) ** -0.5,
         rms_norm_eps=float(raw["rms_norm_eps"]),
-        num_experts=int(_first(raw, "num_experts", "num_local_experts")) if mixture else 0,
+        num_experts=int(raw.get("num_experts") or raw["num_local_experts"]) if mixture else 0,
         experts_per_token=int(raw["num_experts_per_tok"]) if mixture else 0,
-        normalise_experts=mixture and bool(raw.get("norm_topk_prob", False)),
+        normalise_experts=family == "gpt_oss" or (mixture and bool(raw.get("norm_topk_prob"))),
         max_context_tokens=_context(int(raw["max_position_embeddings"]), scaling),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", family == "gemma3")),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
     )
-
-
-def _first(raw: Mapping[str, Any], *keys: str) -> Any:
-    for key in keys:
-        if key in raw:
-            return raw[key]
-    raise KeyError(keys[0])
 
 
 def _context(trained: int, scaling: Mapping[str, Any] | None) -> int:
@@ -102,45 +126,57 @@ def _context(trained: int, scaling: Mapping[str, Any] | None) -> int:
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_parameters`` (transformers 5) or ``rope_scaling`` (older versions)."""
-    return dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    """Return ``rope_scaling``, which takes precedence, or ``rope_parameters`` (transformers 5)."""
+    new = dict(raw.get("rope_parameters") or {})
+    old = dict(raw.get("rope_scaling") or {})
+    if _FULL in new or _SLIDING in new:  # Gemma 3: `rope_scaling` is of layers without a window
+        return {**new, _FULL: {**(new.get(_FULL) or {}), **old}}
+    return old or new
 
 
 def _rope(raw: Mapping[str, Any], family: str) -> tuple[float, dict[str, Any] | None, float | None]:
     """Return the RoPE base, scaling, and the base of layers with a window."""
     rope = _rope_parameters(raw)
     local = None
-    default = 10_000.0
     if family == "gemma3":
-        default = 1_000_000.0
         local_rope = dict(rope.get(_SLIDING) or {})
         rope = dict(rope.get(_FULL) or {}) if _FULL in rope or _SLIDING in rope else rope
         local = float(local_rope.get("rope_theta") or raw.get("rope_local_base_freq") or 10_000.0)
-    theta = float(rope.pop("rope_theta", None) or raw.get("rope_theta") or default)
+    theta = float(rope.pop("rope_theta", None) or raw.get("rope_theta") or raw["default_theta"])
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    if kind == "default":
+    if kind in ("default", "mrope"):
         return theta, None, local
     if kind in ("yarn", "llama3"):
         trained = raw["max_position_embeddings"]
         rope.setdefault("original_max_position_embeddings", trained)
+        if original := raw.get("original_max_position_embeddings"):
+            rope["original_max_position_embeddings"] = original
     return theta, {**rope, "rope_type": kind}, local
 
 
+def _rope_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    interval = int(raw["no_rope_layer_interval"])
+    stated = raw.get("no_rope_layers")  # 1: this layer has RoPE
+    return tuple(map(bool, stated or [(i + 1) % interval for i in range(layers)]))
+
+
 def _layer_windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window", _WINDOW.get(family))
+    window = raw.get("sliding_window")
     switched_off = family in _OPTIONAL_WINDOW and not raw.get("use_sliding_window")
     if window is None or switched_off or family == "llama":
         return ()
     types = raw.get("layer_types")
-    if family in ("mistral", "qwen3_moe"):
-        local = [True] * layers
-    elif types is not None:
+    if types is not None and family != "qwen3_moe":
         local = [kind == _SLIDING for kind in types]
-    elif family == "gemma3":
+    elif family in ("mistral", "qwen3_moe"):
+        local = [True] * layers
+    elif family == "smollm3":
+        local = [not has_rope for has_rope in _rope_layers(raw, layers)]
+    elif family in _PATTERNS:
         pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern")
-        local = [bool((i + 1) % int(pattern or _GEMMA_PATTERN)) for i in range(layers)]
+        local = [bool((i + 1) % int(pattern or _PATTERNS[family])) for i in range(layers)]
     else:
-        local = [i >= int(raw.get("max_window_layers", 28)) for i in range(layers)]
+        local = [i >= int(raw["max_window_layers"]) for i in range(layers)]
     if len(local) != layers:
         raise ValueError(f"layer_types has {len(local)} layers, not {layers}")
     return windows(int(window), local)
@@ -151,37 +187,30 @@ def refuse_unsupported(folder: Path, architecture: str, raw: Mapping[str, Any]) 
     where = f"{folder}: architecture {architecture}"
     refuse_family(where, architecture, HF_FAMILIES)
     family = HF_FAMILIES[architecture]
-    if quantisation := raw.get("quantization_config"):
-        method = quantisation.get("quant_method", "unknown")
-        raise ModelError(f"{where}: quantisation {method!r} of safetensors is not supported")
+    kind = str(raw.get("model_type", family))
+    if architecture in TEXT_TYPES and family not in (kind, _family_of(kind)):
+        raise ModelError(f"{where}: decoder {kind!r} is not supported")
     needed = _ACTIVATIONS.get(family, "silu")
     activation = raw.get("hidden_activation") or raw.get("hidden_act") or needed
     if activation != needed:
         raise ModelError(f"{where}: activation {activation!r} is not supported (only {needed!r})")
-    for key, harmless in _HARMLESS.items():
-        if raw.get(key, harmless) not in (harmless, None):
-            raise ModelError(f"{where}: {key} = {raw[key]!r} is not supported")
+    refuse_keys(where, raw, family)
     for kind in raw.get("layer_types") or ():
         if kind not in (_SLIDING, _FULL):
             raise ModelError(f"{where}: layer type {kind!r} is not supported")
     rope = _rope_parameters(raw)
-    for part in (rope, rope.get(_FULL) or {}, rope.get(_SLIDING) or {}):
-        refuse_rope(where, part.get("rope_type") or part.get("type") or "default")
-        if part.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ModelError(f"{where}: partial_rotary_factor is not supported")
+    nested = [rope.get(kind) or {} for kind in (_FULL, _SLIDING) if kind in rope]
+    for part in nested or [rope]:
+        kind = part.get("rope_type") or part.get("type") or "default"
+        if kind != "mrope" or architecture not in TEXT_TYPES:
+            refuse_rope(where, kind)
+        refuse_rope_keys(where, part)
+    hidden = (raw.get("rope_parameters") or {}).get("rope_theta")
+    if hidden and not rope.get("rope_theta") and not raw.get("rope_theta"):
+        # transformers takes its default base then, with which the model writes nonsense
+        raise ModelError(f"{where}: rope_scaling hides the base; add rope_theta: {hidden} to it")
+    if family == "gpt_oss" and not rope:
+        raise ModelError(f"{where}: rope_scaling is missing")
     local = rope.get(_SLIDING) or {}
     if (kind := local.get("rope_type", "default")) != "default":
         raise ModelError(f"{where}: RoPE scaling {kind!r} of layers with a window is not supported")
-
-
-# keys that change the computation, and their neutral values
-_HARMLESS: dict[str, Any] = {
-    "attention_bias": False,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "use_bidirectional_attention": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}

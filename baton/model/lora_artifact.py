@@ -32,20 +32,21 @@ _NAME = re.compile(
     r"(?:[a-z_]+\.)*layers\.(\d{1,5})\.(?:self_attn|mlp)\.([a-z]+_proj)\.lora_([AB])"
     r"(?:\.default)?\.weight"
 )
-_PATTERN_KEY = re.compile(r"[A-Za-z0-9_.]{1,200}")
+_PATTERN_KEY = re.compile(r"(\^?)([A-Za-z0-9_.]{1,200})\$?")
 # Initialisations with which PEFT also changes the base weights.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Keys that do not change inference, or that are read below.
-_HARMLESS = frozenset(
-    (
-        *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config"),
-        *("ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode"),
-        *("init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config"),
-        *("lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core", "peft_type"),
-        *("peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
-        *("target_modules", "task_type", "use_rslora"),
-    )
-)
+# Keys of ``adapter_config.json``: read below, or without effect on inference. Another key with a
+# value is refused.
+_HONOURED = """
+    peft_type task_type bias r lora_alpha rank_pattern alpha_pattern use_rslora init_lora_weights
+    target_modules
+"""
+_NO_EFFECT = """
+    auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
+    exclude_modules inference_mode layers_pattern layers_to_transform loftq_config lora_dropout
+    lora_ga_config megatron_core peft_version qalora_group_size revision runtime_config
+"""
+_KNOWN = frozenset((_HONOURED + _NO_EFFECT).split())
 
 
 class AdapterError(ModelError):
@@ -192,7 +193,7 @@ def _problems(settings: Mapping[str, Any]) -> "list[str]":
     elif targets is not None and not isinstance(targets, str):
         problems.append(f"target_modules is {targets!r}; it must be a list or a string")
     for key, value in settings.items():
-        if key not in _HARMLESS and value not in (None, False, [], {}, ""):
+        if key not in _KNOWN and value not in (None, False, [], {}, ""):
             problems.append(f"{str(key)[:80]!r} = {str(value)[:80]} is not supported")
     return problems
 
@@ -221,8 +222,12 @@ def _is_number(value: object) -> bool:
 
 
 def _by_module(settings: Mapping[str, Any], key: str, default: str, module: str) -> Any:
-    for name, value in (settings.get(key) or {}).items():
-        if module == name or module.endswith(f".{name}"):
+    for pattern, value in (settings.get(key) or {}).items():
+        match = _PATTERN_KEY.fullmatch(pattern)
+        if match is None:
+            continue
+        is_whole, name = match.groups()
+        if module == name or (not is_whole and module.endswith(f".{name}")):
             return value
     return settings[default]
 

@@ -11,10 +11,18 @@ from typing import Any
 HF_FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Gemma3ForCausalLM": "gemma3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "SmolLM3ForCausalLM": "smollm3",
+    "GptOssForCausalLM": "gpt_oss",
+    # with images, of which only the decoder is used
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2",
+    "Qwen3VLForConditionalGeneration": "qwen3",
 }
 """Architecture in ``config.json`` -> file in ``baton/engine/models``."""
 
@@ -26,6 +34,9 @@ GGUF_FAMILIES = {
     "qwen3moe": "qwen3_moe",
 }
 """``general.architecture`` of GGUF -> file in ``baton/engine/models``."""
+
+_VLLM = "pools: {engine: vllm, vllm: {servers: [http://HOST:8000]}}"
+_LLAMA_SERVER = "pools: {engine: llama-server, llama_server: {servers: [http://HOST:8080]}}"
 
 ROPE_TYPES = ("linear", "llama3", "yarn")
 """Supported RoPE scalings (``default`` is no scaling)."""
@@ -45,6 +56,7 @@ class ModelConfig:
         rope_scaling: Options with Hugging Face's names: ``rope_type`` (one of ``ROPE_TYPES``),
             ``factor`` ...
         local_rope_theta: RoPE base of layers with a window if it differs; never scaled.
+        rope_layers: Whether each layer rotates Q and K; empty if all do.
         layer_windows: Number of keys that a query sees in each layer, its own included; ``None``
             for all. Empty if no layer has a window.
         query_scale: Factor of attention scores, if not ``1 / sqrt(head_dim)``.
@@ -63,6 +75,7 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: dict[str, Any] | None
     local_rope_theta: float | None = None
+    rope_layers: tuple[bool, ...] = ()
     layer_windows: tuple[int | None, ...] = ()
     query_scale: float | None = None
     rms_norm_eps: float
@@ -83,7 +96,10 @@ class ModelConfig:
 def refuse_family(where: str, architecture: str, known: dict[str, str]) -> None:
     """Raise ``ModelError`` unless the architecture is in ``known``."""
     if architecture not in known:
-        raise ModelError(f"{where} is not supported (supported: {', '.join(sorted(known))})")
+        raise ModelError(
+            f"{where} is not supported (supported: {', '.join(sorted(known))}). Other engines may "
+            f"serve it, in the fleet file: `numerics: fast` and `{_VLLM}` or `{_LLAMA_SERVER}`"
+        )
 
 
 def refuse_rope(where: str, kind: str) -> None:
@@ -99,7 +115,8 @@ _ROPE_NUMBERS: dict[Any, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-_ROPE_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+_ROPE_FACTORS = ("attention_factor", "attn_factor")
+_ROPE_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", *_ROPE_FACTORS)
 _MOST_LAYERS = _MOST_EXPERTS = 4096
 _MOST_EXPERTS_IN_ALL = 1 << 17
 
@@ -125,8 +142,9 @@ def refuse_numbers(where: str, config: ModelConfig) -> None:
         raise ModelError(f"{where}: head_dim = {c.head_dim} must be even")
     if c.num_layers * c.num_experts > _MOST_EXPERTS_IN_ALL:
         raise ModelError(f"{where}: {c.num_layers} layers of {c.num_experts} experts are too many")
-    if len(c.layer_windows) not in (0, c.num_layers):
-        raise ModelError(f"{where}: windows for {len(c.layer_windows)} layers, not {c.num_layers}")
+    for name, by_layer in (("windows", c.layer_windows), ("RoPE", c.rope_layers)):
+        if len(by_layer) not in (0, c.num_layers):
+            raise ModelError(f"{where}: {name} for {len(by_layer)} layers, not {c.num_layers}")
     _refuse_reals(where, c)
     _refuse_tokens(where, c)
 

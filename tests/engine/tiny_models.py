@@ -49,6 +49,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
+    "smollm3-window": (
+        "SmolLM3",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "no_rope_layer_interval": 2},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        },
+    ),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}),
     "qwen3_moe-not-normed": ("Qwen3Moe", EXPERTS),
 }
@@ -59,8 +79,8 @@ def build(name: str, **changes: Any) -> Any:
     prefix, own = MODELS[name]
     kind = "Gemma3Text" if prefix == "Gemma3" else prefix
     values = {**COMMON, **own, **changes}
-    if prefix == "Qwen2":
-        values["hidden_size"] = 128  # Qwen2 has no head_dim of its own
+    if prefix in ("Qwen2", "SmolLM3"):
+        values["hidden_size"] = 128  # they have no head_dim of their own
     config = getattr(transformers, f"{kind}Config")(**values)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()

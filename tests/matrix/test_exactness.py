@@ -6,12 +6,15 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from baton.model.artifact import resolve_model
+from baton.model.lora_artifact import TARGETS
 from baton.text.grammar import translate
 from baton.text.tokenizer import load_tokenizer
+from tests.engine import tiny_models
 from tests.engine.conftest import MODEL
 from tests.engine.lora_files import write_adapter
 from tests.matrix import table
@@ -61,6 +64,21 @@ def check(rig: Rig, case: Case) -> None:
 @pytest.mark.parametrize("case", every_pair(), ids=str)
 def test_every_pair_on_a_tiny_model(tiny: Rig, case: Case) -> None:
     check(tiny, case)
+
+
+@pytest.mark.parametrize("family", ["smollm3", "gpt_oss"])
+def test_every_pair_on_one_rank_of_other_families(tmp_path: Path, family: str) -> None:
+    tokenizer = Path(write_tiny(tmp_path / "llama")) / "tokenizer.json"
+    model = tiny_models.save(tiny_models.build(family), tmp_path / "model")
+    (model / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    config = resolve_model(str(model)).config
+    adapter = write_adapter(tmp_path / "lora", config, size=0.3, targets=TARGETS[:4])
+    prompt = [3 + (7 * i) % 11 for i in range(PROMPT_TOKENS)]
+    competitor = [5 + (i * i) % 200 for i in range(COMPETITOR_TOKENS)]
+    rig = Rig(str(model), adapter, GRAMMAR, prompt, competitor)
+    for case in every_pair():
+        check(rig, replace(case, ranks=1))
+    rig.close()
 
 
 def is_long(case: Case) -> bool:

@@ -34,6 +34,7 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.cpu.kv_codec import KvCodec
+from baton.engine.cpu.rows import with_sink
 from baton.types.geometry import KvGeometry
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
@@ -175,6 +176,7 @@ class PagedAttention:
         pool: The KV pool; the caller keeps every value in it finite.
         windows: Keys that a query sees, its own included, for each layer; ``None`` is all of them.
         kv_heads: KV heads that are read here, if not all (``num_heads`` are their queries).
+        sinks: Score of each head without a value, fp32, by layer.
     """
 
     def __init__(
@@ -186,18 +188,19 @@ class PagedAttention:
         windows: Sequence[int | None] = (),
         kv_heads: range | None = None,
         codec: KvCodec | None = None,
+        sinks: Sequence[torch.Tensor] = (),
     ) -> None:
         self.tiling = tiling
         self._heads = num_heads
         self._kv_heads = geometry.num_kv_heads if kv_heads is None else len(kv_heads)
         self._group = num_heads // self._kv_heads
+        self._sinks = sinks
         self._dim = geometry.head_dim
         self._block_tokens = geometry.block_tokens
         self._num_blocks = geometry.num_blocks
         tokens = geometry.num_blocks * geometry.block_tokens
         self._stored = geometry.head_elements
-        width = geometry.num_kv_heads * self._stored
-        self._row = width
+        width = self._row = geometry.num_kv_heads * self._stored
         self._codec = codec
         self.tokens = list(
             pool.view(geometry.num_layers, 2, tokens, geometry.num_kv_heads, self._stored)
@@ -410,8 +413,8 @@ class PagedAttention:
         if rows > group:
             q = torch.nn.functional.pad(q, (0, 0, 0, rows - group))
         k, v = self._keys(layer, call.where, batch, call.keys)
-        out: torch.Tensor = _flash(q, k, v, 0.0, False, attn_mask=call.mask, scale=self._scale)[0]
-        out = out[:, :, :group] if rows > group else out
+        out, sums = _flash(q, k, v, 0.0, False, attn_mask=call.mask, scale=self._scale)
+        out = with_sink(out[:, :, :group], sums[:, :, :group], self._sinks, layer)
         return out.reshape(batch, self._heads * self._dim)
 
     def _run_chunk(
@@ -428,7 +431,7 @@ class PagedAttention:
         k, v = self._keys(layer, call.where, 1, call.keys)
         last = call.lead + call.count
         for tile in call.tiles:
-            part = _flash(
+            part, sums = _flash(
                 q[:, :, tile.begin : tile.end],
                 k[:, :, tile.keys],
                 v[:, :, tile.keys],
@@ -436,7 +439,8 @@ class PagedAttention:
                 False,
                 attn_mask=tile.mask,
                 scale=self._scale,
-            )[0]
+            )
+            part = with_sink(part, sums, self._sinks, layer)
             begin = tile.begin // group
             end = tile.end // group
             part = part.view(heads, end - begin, group, dim).transpose(0, 1)

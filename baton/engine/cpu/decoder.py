@@ -25,7 +25,12 @@ from baton.engine.cpu.parallel.shard import Shard
 from baton.engine.cpu.rows import TorchRows
 from baton.engine.models.families import FAMILIES
 from baton.engine.models.layer import Deltas, LayerVectors, take_vectors
-from baton.engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
+from baton.engine.models.rope import (
+    has_other_frequencies,
+    other_frequencies,
+    rope_frequencies,
+    rope_magnitude,
+)
 from baton.engine.sampling.sample import Logits
 from baton.model.artifact import ModelConfig
 
@@ -83,12 +88,12 @@ class Decoder:
             self.local.num_heads * config.head_dim,
             (self.local.num_heads + self.local.num_kv_heads) * config.head_dim,
         )
-        local = local_frequencies(config)
+        other = other_frequencies(config)
         factors = weights.pop("rope_factors", None)
         self._frequencies = [rope_frequencies(config, factors)]
         self._magnitudes = [rope_magnitude(config)]
-        if local is not None:
-            self._frequencies.append(local)
+        if other is not None:
+            self._frequencies.append(other)
             self._magnitudes.append(1.0)
         self._embed = weights.pop("embed")
         self._embed_scale = math.sqrt(config.hidden_size) if self._family.scale_embedding else 1.0
@@ -97,6 +102,8 @@ class Decoder:
         head = self._head_rows if shard is None else shard.head_part(self._head_rows)
         self._head = pack("head", head)
         self._layers = [self._layer(i, weights, pack) for i in range(config.num_layers)]
+        sinks = [layer.vectors.sinks for layer in self._layers]
+        self.sinks = [sink for sink in sinks if sink is not None]
 
     def _layer(
         self, index: int, weights: MutableMapping[str, torch.Tensor], pack: PackFn
@@ -112,23 +119,26 @@ class Decoder:
         vectors = take_vectors(weights, index, self.local)
         mlp: _Dense | Experts
         if c.num_experts:
-            each = range(c.num_experts)
+            stems = [f"experts.{j}." for j in range(c.num_experts)]
+            gates = ("gate_up",) if self._family.joined_experts else ("gate", "up")
+            products = ["router", *(f"{stem}{n}" for stem in stems for n in ("gate_up", "down"))]
+            biases = {name: weights.pop(f"layers.{index}.{name}_bias", None) for name in products}
             mlp = Experts(
                 router=linear("router"),
-                gate_up=[linear(f"experts.{j}.gate", f"experts.{j}.up") for j in each],
-                down=[linear(f"experts.{j}.down") for j in each],
+                gate_up=[linear(*(f"{stem}{name}" for name in gates)) for stem in stems],
+                down=[linear(f"{stem}down") for stem in stems],
                 chosen=c.experts_per_token,
                 normalise=c.normalise_experts,
+                biases=biases,
             )
         else:
             mlp = _Dense(linear("gate", "up"), linear("down"))
-        is_local = bool(c.layer_windows) and c.layer_windows[index] is not None
         return _Layer(
             vectors=vectors,
             qkv=linear("q", "k", "v"),
             o=linear("o"),
             mlp=mlp,
-            frequencies=int(is_local and len(self._frequencies) > 1),
+            frequencies=int(has_other_frequencies(c, index)),
         )
 
     def linears(self) -> Mapping[str, Linear]:
@@ -192,6 +202,8 @@ class Decoder:
             if on_layers_done is not None:
                 on_layers_done(index + 1)
             o_TE = self._project(layer.o, index, "o", a_TE)
+            if layer.vectors.o_bias is not None:
+                o_TE = (o_TE.float() + layer.vectors.o_bias).to(self.dtype)
             h_TE = rows.add_norm(x_TE, o_TE, layer.vectors.attn_post_norm, layer.vectors.mlp_norm)
             m_TE = self._mlp(layer, index, h_TE)
             next_norm = following[index] if index < len(following) else None

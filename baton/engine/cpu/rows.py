@@ -7,13 +7,14 @@ fewer passes.
 # ruff: noqa: N803, N806 - suffixes such as x_TE give shapes
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
 
 
 class TorchRows:
@@ -107,16 +108,33 @@ class TorchRows:
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """Multiply the activation of the first half by the second: ``[T, 2 F] -> [T, F]``."""
+        if activation == "swiglu_clamped":  # rows alternate
+            x = gate_up[:, ::2].float().clamp(max=_CLAMP)
+            up = gate_up[:, 1::2].float().clamp(-_CLAMP, _CLAMP) + 1.0
+            return (x * sigmoid(x * _SWIGLU_GAIN) * up).to(self.dtype)
         x, up = gate_up.float().chunk(2, dim=1)
         # GELU by tanh: 1 + tanh(u) is 2 sigmoid(2 u)
         inner = x if activation == "silu" else (x * x * 0.044715 + 1.0) * x * _TWICE_ROOT_2_PI
-        return (x * _sigmoid(inner) * up).to(gate_up.dtype)
+        return (x * sigmoid(inner) * up).to(gate_up.dtype)
 
 
+_CLAMP = 7.0
+_SWIGLU_GAIN = 1.702
 _TWICE_ROOT_2_PI = 2.0 * math.sqrt(2.0 / math.pi)
 
 
-def _sigmoid(x_TF: torch.Tensor) -> torch.Tensor:
+def with_sink(
+    out: torch.Tensor, log_sums: torch.Tensor, sinks: Sequence[torch.Tensor], layer: int
+) -> torch.Tensor:
+    """Return attention ``[B, Hkv, queries * G, D]`` with the layer's sinks, given log-sum-exps."""
+    if not sinks:
+        return out
+    sink = sinks[layer].view(out.shape[1], -1)
+    scores = log_sums - sink.repeat(1, out.shape[2] // sink.shape[1])
+    return (out.float() * sigmoid(scores.contiguous())[..., None]).to(out.dtype)
+
+
+def sigmoid(x_TF: torch.Tensor) -> torch.Tensor:
     """Return the sigmoid by numpy: torch computes the last few elements of a run differently.
 
     With torch an element's bits would depend on its position, and a row's on its rank's width.

@@ -108,13 +108,14 @@ class CpuRunner:
         self, geometry: KvGeometry, tiling: AttentionTiling, kv_heads: range | None
     ) -> Attention:
         c = self._model.local
+        sinks = self._model.sinks
         library = native_library(geometry, self._model.dtype, c.num_heads, c.num_kv_heads)
         if library is not None:
             return NativeAttention(
-                library, self._pool, geometry, c.num_heads, tiling, c.layer_windows, kv_heads
+                library, self._pool, geometry, c.num_heads, tiling, c.layer_windows, kv_heads, sinks
             )
         return PagedAttention(
-            self._pool, geometry, c.num_heads, tiling, c.layer_windows, kv_heads, self._codec
+            self._pool, geometry, c.num_heads, tiling, c.layer_windows, kv_heads, self._codec, sinks
         )
 
     @property

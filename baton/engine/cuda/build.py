@@ -22,7 +22,7 @@ from baton.engine.cuda.selftest import (
 from baton.engine.loading.memory import EngineShape, footprint, pool_geometry
 from baton.engine.loading.open import load_weights
 from baton.engine.models.families import FAMILIES
-from baton.engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
+from baton.engine.models.rope import other_frequencies, rope_frequencies, rope_magnitude
 from baton.engine.numerics import DTYPES
 from baton.engine.sampling.grammars import Grammars
 from baton.engine.settings import EngineSettings
@@ -71,8 +71,8 @@ def make_decoder(
     """
     frequencies = rope_frequencies(config, weights.pop("rope_factors", None))
     ropes = [(frequencies, rope_magnitude(config))]
-    if (local := local_frequencies(config)) is not None:
-        ropes.append((local, 1.0))
+    if (other := other_frequencies(config)) is not None:
+        ropes.append((other, 1.0))
     try:
         decoder = CudaDecoder(
             shape_of(config, max_context_tokens),
@@ -169,9 +169,11 @@ def _first_gpu() -> torch.device:
 
 def _refuse(settings: EngineSettings, artifact: ModelArtifact) -> None:
     escape = "use device cpu; with auto, hide the GPU by CUDA_VISIBLE_DEVICES="
-    if artifact.config.num_experts:
+    c = artifact.config
+    if c.num_experts or not all(c.rope_layers):
+        part = "a mixture of experts" if c.num_experts else "with layers without RoPE"
         raise ModelError(
-            f"{artifact.source}: architecture {artifact.architecture}, a mixture of experts, is "
+            f"{artifact.source}: architecture {artifact.architecture}, {part}, is "
             f"not supported on CUDA; {escape}"
         )
     quantisation = settings.weight_quantisation

@@ -140,10 +140,9 @@ def _cache_path(artifact: ModelArtifact, dtype: str) -> Path:
 
 
 def _layout(table: Iterable[WeightName], dtype: str) -> Layout:
-    shapes = {entry.name: entry.shape if entry.part is None else entry.shape[1:] for entry in table}
     return {
-        name: (torch.float32 if len(shape) == 1 else DTYPES[dtype], shape)
-        for name, shape in shapes.items()
+        entry.name: (torch.float32 if len(entry.own_shape) == 1 else DTYPES[dtype], entry.own_shape)
+        for entry in table
     }
 
 

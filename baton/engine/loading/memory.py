@@ -214,11 +214,11 @@ def _local(config: ModelConfig, split: Split) -> ModelConfig:
 def _rank_layers(c: ModelConfig, engine: EngineShape) -> int:
     total = 0
     for entry in weight_table(c, "safetensors"):
-        if len(entry.shape) == 1:
-            total += 4 * entry.shape[0]
+        if len(entry.own_shape) == 1:
+            total += 4 * entry.own_shape[0]
         elif entry.name not in ("embed", "head"):
             kind = "none" if entry.name.endswith("router") else engine.quantisation
-            total += _packed(entry.shape, engine.weight_bytes, kind)
+            total += _packed(entry.own_shape, engine.weight_bytes, kind)
     return total
 
 

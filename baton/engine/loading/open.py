@@ -3,13 +3,17 @@
 Unsupported weights are reported before the first one is read. Nothing is unpickled.
 """
 
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from baton.engine.loading.gguf_weights import open_gguf_weights
+from baton.engine.loading.quantised_tensor import QuantisedTensor, Stored, join_quantised
 from baton.engine.loading.safetensors_file import DTYPES as STORED_DTYPES
 from baton.engine.loading.safetensors_file import SafetensorsFile, StoredTensor
 from baton.engine.loading.weights import (
@@ -22,9 +26,20 @@ from baton.engine.loading.weights import (
     silent,
 )
 from baton.engine.models.families import weight_table
-from baton.engine.models.family import WeightName
+from baton.engine.models.family import GLOBAL_NAMES, WeightName
 from baton.engine.numerics import DTYPES
 from baton.model.artifact import ModelArtifact, ModelError
+from baton.model.hf_keys import TEXT_TYPES
+
+_LOG = logging.getLogger(__name__)
+
+# Files of embedding models lack "model.". Those with images have it twice, by two names.
+_DECODER = re.compile(r"^(?:model\.|language_model\.)*(embed_tokens|layers|norm)\.")
+_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|visual|multi_modal_projector)\..+")
+_BARE_EMBED = "embed_tokens.weight"
+_EMBED = GLOBAL_NAMES["embed"][1]
+_HEAD = GLOBAL_NAMES["head"][1]
+_COMPARED_ROWS = 8192
 
 
 @contextmanager
@@ -68,28 +83,83 @@ def load_weights(
 def _open_safetensors(
     artifact: ModelArtifact, dtype: torch.dtype, progress: Progress, rows: Rows, files: ExitStack
 ) -> Weights:
+    tensors = _stored_tensors(artifact, dtype, files)
+    table = _with_head(artifact, weight_table(artifact.config, "safetensors"), tensors)
+    _drop_zero_biases(table, tensors)
+    check_table(artifact, table, tensors, lambda entry: _problem(entry, tensors[entry.source]))
+
+    def read(entry: WeightName) -> torch.Tensor:
+        stored = tensors[entry.source]
+        if entry.part is None:
+            weight = stored[rows(entry.name)]
+        else:
+            weight = stored[slice(entry.part, entry.part + 1)][0]
+            weight = weight if weight.ndim == 1 else weight.T  # inputs first
+        return finished(entry, weight, dtype, artifact.config.head_dim)
+
+    readers = {entry.name: partial(read, entry) for entry in table}
+    return Weights(str(artifact.path), readers, progress)
+
+
+def _stored_tensors(
+    artifact: ModelArtifact, dtype: torch.dtype, files: ExitStack
+) -> dict[str, Stored]:
+    """Return the decoder's tensors by the name in ``families.weight_table``."""
     tensors: dict[str, StoredTensor] = {}
     for path in artifact.weight_files:
         try:
             file = files.enter_context(SafetensorsFile(path))
         except (ValueError, OSError) as error:
             raise ModelError(f"{path}: cannot be read as safetensors ({error})") from error
-        for name in file.keys():  # noqa: SIM118 - it is not a mapping
+        for stored in file.keys():  # noqa: SIM118 - it is not a mapping
+            if artifact.architecture in TEXT_TYPES and _IMAGES.fullmatch(stored):
+                continue
+            name = _DECODER.sub(r"model.\1.", stored).removeprefix("language_model.")
             if name in tensors:
                 raise ModelError(f"{path}: {name} is also in another file")
-            tensors[name] = file.get_slice(name)
-    table = weight_table(artifact.config, "safetensors")
-    check_table(artifact, table, tensors, lambda entry: _problem(entry, tensors[entry.source]))
-
-    def read(entry: WeightName) -> torch.Tensor:
-        stored = tensors[entry.source][rows(entry.name)]
-        return finished(entry, stored, dtype, artifact.config.head_dim)
-
-    readers = {entry.name: partial(read, entry) for entry in table}
-    return Weights(str(artifact.path), readers, progress)
+            tensors[name] = file.get_slice(stored)
+    if artifact.weight_format is None:
+        return dict(tensors)
+    try:
+        return join_quantised(tensors, artifact.weight_format, dtype)
+    except (ValueError, LookupError) as error:
+        raise ModelError(f"{artifact.path}: {artifact.weight_format.method}: {error}") from error
 
 
-def _problem(entry: WeightName, stored: StoredTensor) -> str:
+def _drop_zero_biases(table: list[WeightName], tensors: dict[str, Stored]) -> None:
+    """Forget biases of zeros that AutoGPTQ adds to every matrix."""
+    needed = {entry.source for entry in table}
+    for name in [name for name in tensors if name.endswith(".bias") and name not in needed]:
+        matrix = tensors.get(name.removesuffix("bias") + "weight")
+        if isinstance(matrix, QuantisedTensor) and not tensors[name][slice(None)].any():
+            del tensors[name]
+
+
+def _with_head(
+    artifact: ModelArtifact, table: list[WeightName], tensors: Mapping[str, Stored]
+) -> list[WeightName]:
+    """Return the table with the LM head that the file has, as transformers does.
+
+    A tied model may store another head than its embedding. A model for embeddings may lack one.
+    """
+    stored = tensors.get(_HEAD)
+    embed = tensors.get(_EMBED)
+    if artifact.config.tie_word_embeddings:
+        if stored and embed and stored.shape == embed.shape and not _equal(stored, embed):
+            return [*table, WeightName("head", _HEAD, stored.shape)]
+    elif stored is None and isinstance(embed, StoredTensor) and embed.name == _BARE_EMBED:
+        _LOG.warning("%s has no LM head: only its embeddings make sense", artifact.path)
+        return [replace(e, source=_EMBED) if e.name == "head" else e for e in table]
+    return table
+
+
+def _equal(left: Stored, right: Stored) -> bool:
+    begins = range(0, left.shape[0], _COMPARED_ROWS)
+    pieces = [slice(begin, begin + _COMPARED_ROWS) for begin in begins]
+    return all(torch.equal(left[some], right[some]) for some in pieces)
+
+
+def _problem(entry: WeightName, stored: Stored) -> str:
     if stored.dtype not in STORED_DTYPES:
         return f"{entry.source} has unsupported dtype {stored.dtype}"
     if stored.shape != entry.shape:

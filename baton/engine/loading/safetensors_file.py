@@ -24,6 +24,15 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+_PACKED_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_READABLE = DTYPES | _PACKED_DTYPES
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 _CHECKSUM = "checksum"
@@ -47,9 +56,9 @@ class StoredTensor:
     end: int
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        """Read rows ``a:b`` of the first dimension into new memory."""
-        dtype = DTYPES[self.dtype]
-        first, last, _ = rows.indices(self.shape[0])
+        """Read rows ``a:b`` of the first dimension into new memory, or a scalar."""
+        dtype = _READABLE[self.dtype]
+        first, last, _ = rows.indices(self.shape[0] if self.shape else 1)
         tensor = torch.empty((last - first, *self.shape[1:]), dtype=dtype)
         self.file.seek(self.begin + first * prod(self.shape[1:]) * dtype.itemsize)
         read_fully(self.file, _raw(tensor))
@@ -122,7 +131,7 @@ class SafetensorsFile:
         begin, end = entry["data_offsets"]
         if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
             raise ValueError(f"{name}: shape and offsets must be numbers from 0")
-        if kind in DTYPES and end - begin != prod(shape) * DTYPES[kind].itemsize:
+        if kind in _READABLE and end - begin != prod(shape) * _READABLE[kind].itemsize:
             raise ValueError(f"{name}: {end - begin} bytes for {list(shape)} of {kind}")
         at = self._data_begin
         return StoredTensor(self._file, name, kind, shape, at + begin, at + end)

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from baton.engine.models import gemma3, llama, mistral, qwen2, qwen3, qwen3_moe
+from baton.engine.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe, smollm3
 from baton.engine.models.family import Family, WeightName, weights_of
 from baton.model.model_config import ModelConfig
 
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (llama, mistral, qwen2, qwen3, gemma3, qwen3_moe)
+    for module in (llama, mistral, qwen2, qwen3, gemma3, qwen3_moe, smollm3, gpt_oss)
 }
 
 

@@ -11,6 +11,8 @@ biases, one with ``router`` is a mixture of experts.
     q_norm, k_norm                  RMS norms of each head, before RoPE (Qwen3, Gemma 3)
     gate, up, down                  the gated feed-forward part
     router, experts.J.gate ...      N gated feed-forward parts, J = 0 ... N - 1, and their router
+    experts.J.gate_up               both in one, with alternating rows (gpt-oss)
+    sinks                           score without a value of each query head (gpt-oss)
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,14 +42,16 @@ class Family:
             the Llama family adjacent and keeps the others in halves, as Hugging Face does.
         unit_norms: Norms multiply with ``1 + w``; safetensors contain ``w``, GGUF ``1 + w``.
         scale_embedding: Embeddings are multiplied with the square root of their width.
+        joined_experts: Safetensors have all experts in one tensor, with inputs before outputs.
     """
 
     name: str
     layer_names: Names
     gguf_pairs: Literal["adjacent", "halves"] = "halves"
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"
     unit_norms: bool = False
     scale_embedding: bool = False
+    joined_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class WeightName:
     """Weight: its canonical name, and its name and shape in the artifact.
 
     Attributes:
-        part: Index in the artifact's first dimension; GGUF stores all experts in one tensor.
+        part: Index in the artifact's first dimension, if all experts are in one tensor.
         pairs: Whether rows are in halves and must become adjacent (``baton.engine.models.rope``).
         add_one: Whether the artifact contains ``w`` where the model needs ``1 + w``.
     """
@@ -67,6 +71,11 @@ class WeightName:
     pairs: bool = False
     add_one: bool = False
 
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """Shape of this weight alone."""
+        return self.shape if self.part is None else self.shape[1:]
+
 
 def weights_of(family: Family, config: ModelConfig, file_format: str) -> list[WeightName]:
     """Return every weight that a model needs, in loading order."""
@@ -76,6 +85,8 @@ def weights_of(family: Family, config: ModelConfig, file_format: str) -> list[We
 
     def entry(name: str, kind: str, source: str, part: int | None = None) -> WeightName:
         shape = shapes[kind]
+        if family.joined_experts and part is not None:
+            shape = shape[::-1]
         return WeightName(
             name,
             source,
@@ -131,9 +142,15 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         "q_norm": (c.head_dim,),
         "k_norm": (c.head_dim,),
         "o": (e, q),
+        "o_bias": (e,),
+        "sinks": (c.num_heads,),
         "attn_post_norm": (e,),
         "mlp_norm": (e,),
         "router": (c.num_experts, e),
+        "router_bias": (c.num_experts,),
+        "gate_up": (2 * f, e),
+        "gate_up_bias": (2 * f,),
+        "down_bias": (e,),
         "gate": (f, e),
         "up": (f, e),
         "down": (e, f),

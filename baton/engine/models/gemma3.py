@@ -1,4 +1,4 @@
-"""Gemma 3, text only (270M, 1B; larger models as GGUF, which contains no image part).
+"""Gemma 3, text only (of models with images the decoder).
 
 Differences from Llama:
 

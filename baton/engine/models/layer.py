@@ -47,6 +47,8 @@ class LayerVectors:
     attn_post_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
     mlp_post_norm: torch.Tensor | None
+    o_bias: torch.Tensor | None
+    sinks: torch.Tensor | None  # [H]
 
 
 def take_vectors(
@@ -72,6 +74,8 @@ def take_vectors(
         attn_post_norm=take("attn_post_norm"),
         mlp_norm=place(weights.pop(f"layers.{index}.mlp_norm")),
         mlp_post_norm=take("mlp_post_norm"),
+        o_bias=take("o_bias"),
+        sinks=take("sinks"),
     )
 
 

@@ -50,8 +50,13 @@ def rope_frequencies(config: ModelConfig, factors: torch.Tensor | None = None) -
     return _llama3(frequencies, scaling)
 
 
-def local_frequencies(config: ModelConfig) -> torch.Tensor | None:
-    """Return the unscaled angles of layers with a window if they have their own RoPE base."""
+def other_frequencies(config: ModelConfig) -> torch.Tensor | None:
+    """Return the angles of layers with other ones than ``rope_frequencies``, if there are any.
+
+    These are layers without RoPE, or layers with a window and their own base, never scaled.
+    """
+    if config.rope_layers:
+        return torch.zeros(config.head_dim // 2)
     if config.local_rope_theta is None:
         return None
     return _plain(config.local_rope_theta, config.head_dim)
@@ -71,7 +76,8 @@ def rope_magnitude(config: ModelConfig) -> float:
 
     whole = scaling.get("mscale")
     part = scaling.get("mscale_all_dim")
-    return grown(whole) / grown(part) if whole and part else grown(1.0)
+    magnitude = grown(whole) / grown(part) if whole and part else grown(1.0)
+    return magnitude * float(scaling.get("attn_factor") or 1.0)  # like vLLM and llama.cpp
 
 
 def _plain(theta: float, head_dim: int) -> torch.Tensor:
@@ -109,3 +115,10 @@ def _yarn(frequencies: torch.Tensor, theta: float, scaling: Mapping[str, Any]) -
     width = high - low or 0.001
     slow = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
     return frequencies / float(scaling["factor"]) * slow + frequencies * (1 - slow)
+
+
+def has_other_frequencies(config: ModelConfig, layer: int) -> bool:
+    """Return whether ``other_frequencies`` are those of a layer."""
+    if config.rope_layers:
+        return not config.rope_layers[layer]
+    return config.local_rope_theta is not None and any(config.layer_windows[layer : layer + 1])

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import socket
 import sys
 import time
@@ -12,6 +13,7 @@ from threading import Thread
 import pytest
 from gguf import GGUFWriter
 
+from baton.config.load import load_config
 from baton.model.artifact import ModelArtifact, ModelError, resolve_model
 from baton.model.locate import HUB_CHECK_S, HubSilentError
 from tests.engine.conftest import MODEL
@@ -337,6 +339,18 @@ def test_an_architecture_that_is_not_supported_can_still_be_described(tmp_path: 
         resolve_model(str(tmp_path / "m.gguf"))
     described = resolve_model(str(tmp_path / "m.gguf"), allow_unsupported=True)
     assert described.architecture == "gemma2"
+
+
+def test_the_refusal_of_a_family_has_the_lines_for_other_engines(tmp_path: Path) -> None:
+    write_directory(tmp_path / "m", architectures=["MambaForCausalLM"])
+    with pytest.raises(ModelError, match="MambaForCausalLM is not supported") as caught:
+        resolve_model(str(tmp_path / "m"))
+    numerics, *engines = re.findall("`(.*?)`", str(caught.value))
+    kinds = []
+    for pools in engines:
+        (tmp_path / "fleet.yaml").write_text(f"fleet: a\nmodel: {tmp_path}\n{numerics}\n{pools}\n")
+        kinds.append(load_config(tmp_path / "fleet.yaml").pools.engine.external)
+    assert kinds == ["vllm", "llama-server"]
 
 
 # --- packages that assemble their file ---------------------------------------------------------

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -92,6 +93,35 @@ def test_logits_are_those_of_the_merged_weights_in_transformers(tmp_path: Path, 
         expected = theirs(torch.tensor([tokens])).logits[0]
     assert float((ours - expected).abs().max()) < MAX_LOGIT_ERROR
     assert float((ours - plain).abs().max()) > 100 * MAX_LOGIT_ERROR, "the adapter matters"
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # PEFT asks for it
+def test_peft_computes_the_same_from_the_files_that_it_saves(tmp_path: Path) -> None:
+    theirs = tiny.build("llama")
+    artifact = resolve_model(str(tiny.save(theirs, tmp_path / "base")))
+    settings = peft.LoraConfig(
+        r=6,
+        lora_alpha=9,
+        target_modules=["q_proj", "k_proj", "down_proj"],
+        rank_pattern={"^model.layers.1.self_attn.q_proj": 4, "self_attn.k_proj$": 3},
+        alpha_pattern={"^model.layers.2.mlp.down_proj$": 2, "layers.1.self_attn.q_proj": 5},
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(theirs, settings).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.normal_(0.0, 0.2, generator=generator)
+    model.save_pretrained(tmp_path / "lora")
+    tokens = tiny.tokens(40)
+    with torch.inference_mode():
+        runner = runner_of(artifact, "fp32", blocks=16)
+        digest = load_into(runner, tmp_path / "lora", artifact)
+        row = PlanRow(sequence_id=0, tokens=tokens, start=0, block_ids=[0, 1, 2], adapter=digest)
+        ours = runner._model.logits(runner.hidden(StepPlan((row,)))[0]).raw_SV
+        expected = model(torch.tensor([tokens])).logits[0]
+    assert float((ours - expected).abs().max()) < MAX_LOGIT_ERROR
 
 
 def test_experts_take_no_adapter(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.engine.cpu.native_ways import WAYS
 BLOCKS = 96
 PAGES = 40  # of one sequence
 SHAPES = [(9, 3, 64, None), (4, 1, 256, 100), (8, 2, 128, None), (6, 3, 32, 40), (4, 4, 96, 17)]
+SINKS = {(8, 2, 128, None): (-2.0, 0.0, 3.0, 9.0), (6, 3, 32, 40): (5.0, -90.0, 100.0)}
 
 
 @pytest.fixture(params=WAYS)
@@ -33,6 +34,11 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def sinks_of(heads: int, kv_heads: int, dim: int, window: int | None) -> list[torch.Tensor]:
+    some = SINKS.get((heads, kv_heads, dim, window), ())
+    return [torch.tensor(some * (heads // len(some)))] if some else []
+
+
 def make(heads: int, kv_heads: int, dim: int, window: int | None):
     geometry = KvGeometry(
         num_layers=1, num_kv_heads=kv_heads, head_dim=dim, num_blocks=BLOCKS, dtype="bf16"
@@ -43,7 +49,8 @@ def make(heads: int, kv_heads: int, dim: int, window: int | None):
     torch.manual_seed(0)
     pool = torch.randn(geometry.shape).bfloat16()
     tiling = AttentionTiling(unit=64, tile=64, align=1, decode_rows=heads // kv_heads)
-    return NativeAttention(found, pool, geometry, heads, tiling, (window,)), pool
+    sinks = sinks_of(heads, kv_heads, dim, window)
+    return NativeAttention(found, pool, geometry, heads, tiling, (window,), sinks=sinks), pool
 
 
 def tables() -> list[list[int]]:
@@ -60,8 +67,12 @@ def reference(pool: torch.Tensor, q: torch.Tensor, table: list[int], window: int
     seen = keys <= positions
     if window:
         seen &= keys > positions - window
+    scores = torch.zeros(q.shape[1], *seen.shape).masked_fill(~seen, float("-inf"))
+    for sink in sinks_of(q.shape[1], kv_heads, dim, window):  # a key whose value is zero
+        k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
+        scores = torch.cat((scores, sink.view(-1, 1, 1).expand(-1, len(q), 1)), dim=2)
     q, k, v = (x.transpose(0, 1)[None] for x in (q.float(), k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=scores, enable_gqa=True)
     return out[0].transpose(0, 1).flatten(1)
 
 

@@ -127,6 +127,9 @@ def test_other_architectures_and_settings_are_refused_by_name(artifact: Any) -> 
     artifact.config = dataclasses.replace(SHALLOW, num_experts=4, experts_per_token=2)
     with pytest.raises(ModelError, match=r"Qwen3Moe.*mixture.*not supported on CUDA.*hide the GPU"):
         cuda_build.build_cuda_runner(SETTINGS, artifact, 36, memory, print, device=tiny.CPU)
+    artifact.config = dataclasses.replace(SHALLOW, rope_layers=(True, False))
+    with pytest.raises(ModelError, match="with layers without RoPE, is not supported on CUDA"):
+        cuda_build.build_cuda_runner(SETTINGS, artifact, 36, memory, print, device=tiny.CPU)
     artifact.config = SHALLOW
     wide = msgspec.structs.replace(SETTINGS, max_batch_requests=1025)
     with pytest.raises(ModelError, match="max_batch_requests is 1025, limit on CUDA 1024"):

@@ -320,7 +320,7 @@ def test_a_directory_gives_the_logits_of_transformers(tmp_path: Path, rope: dict
     ("changes", "message"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq'"),
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),

@@ -167,13 +167,16 @@ def prove(path: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["mistral", "qwen2", "qwen3", "gemma3", "qwen3_moe", "smollm3", "gpt_oss"]
+)
 def test_exact_holds(tmp_path: Path, name: str, dtype: str) -> None:
     prove(tiny.save(tiny.build(name), tmp_path / "model"), dtype)
 
 
-def test_a_token_of_a_mixture_does_not_depend_on_its_batch(tmp_path: Path) -> None:
-    artifact = resolve_model(str(tiny.save(tiny.build("qwen3_moe"), tmp_path / "model")))
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_token_of_a_mixture_does_not_depend_on_its_batch(tmp_path: Path, name: str) -> None:
+    artifact = resolve_model(str(tiny.save(tiny.build(name), tmp_path / "model")))
     with torch.inference_mode():
         model = load_model(artifact, "bf16", "exact")
         tiling = attention_tiling(artifact.config, "bf16", "exact")

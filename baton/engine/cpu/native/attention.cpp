@@ -190,15 +190,16 @@ extern "C" void baton_store(const uint16_t* new_keys, const uint16_t* new_values
 }
 
 // Strides of q and out count elements, those of the pool count bytes. `window` is 0 for none.
-// `sums`: -1 for VDPBF16PS, else as for products by tiles.
+// `sums`: -1 for VDPBF16PS, else as for products by tiles. `sinks`: one for each head, or null.
 extern "C" void baton_attention(const uint16_t* q, long q_stride, uint8_t* keys, uint8_t* values,
                                 long token_bytes, long head_bytes, int format,
                                 const int32_t* spans, int num_spans, const int32_t* tables,
                                 int num_heads, int num_kv_heads, int dim, int window, float scale,
-                                uint16_t* out, long out_stride, int threads, int sums) {
+                                uint16_t* out, long out_stride, int threads, int sums,
+                                const float* sinks) {
   const int group = num_heads / num_kv_heads;
   const Pages pages{keys, values, token_bytes, head_bytes, tables, format};
-  const Call call{q, q_stride, pages, group, window, scale, out, out_stride};
+  const Call call{q, q_stride, pages, group, window, scale, out, out_stride, sinks};
   const auto* list = reinterpret_cast<const Span*>(spans);
   const AttendFn run = sums < 0 ? attend_by_pairs(dim) : attend_by_tiles(dim, sums);
   static thread_local std::vector<Unit> units;

@@ -35,6 +35,7 @@ struct Call {
   float scale;
   uint16_t* out;
   long out_stride;
+  const float* sinks;  // score of each head without a value, or null
 };
 
 struct Row {
@@ -116,8 +117,8 @@ void attend(const Call& c, const Span& span, int kv_head, int first, int count) 
     row.out = c.out + (span.row + query) * c.out_stride + head * dim;
     row.position = span.start + query;
     row.first = c.window ? std::max(0, row.position - c.window + 1) : 0;
-    row.max = std::numeric_limits<float>::lowest();
-    row.sum = _mm512_setzero_ps();
+    row.max = c.sinks ? c.sinks[head] : std::numeric_limits<float>::lowest();
+    row.sum = _mm512_maskz_mov_ps(c.sinks != nullptr, _mm512_set1_ps(1.0f));
   }
   const int padded = (total + 15) / 16 * 16;  // rows of whole tiles
   std::memset(sums, 0, sizeof(float) * padded * dim);

@@ -78,6 +78,7 @@ class NativeAttention:
     Args:
         windows: Keys that a query sees, for each layer; ``None`` is all of them.
         kv_heads: KV heads that are read here, if not all.
+        sinks: Score of each head without a value, fp32, for each layer; empty: none.
     """
 
     def __init__(
@@ -89,8 +90,10 @@ class NativeAttention:
         tiling: AttentionTiling,
         windows: Sequence[int | None] = (),
         kv_heads: range | None = None,
+        sinks: Sequence[torch.Tensor] = (),
     ) -> None:
         self.tiling = tiling
+        self._sinks = sinks
         self._library = library
         self._heads = num_heads
         self._dim = geometry.head_dim
@@ -177,5 +180,6 @@ class NativeAttention:
             width,
             calls.threads,
             self._sums,
+            self._sinks[layer].data_ptr() if self._sinks else None,
         )
         return out

@@ -27,7 +27,7 @@ void baton_attention(const uint16_t* q, long q_stride, uint8_t* keys, uint8_t* v
                      long token_bytes, long head_bytes, int format, const int32_t* spans,
                      int num_spans, const int32_t* tables, int num_heads, int num_kv_heads, int dim,
                      int window, float scale, uint16_t* out, long out_stride, int threads,
-                     int sums);
+                     int sums, const float* sinks);
 void baton_residual(float* x, long x_stride, const uint16_t* part, long part_stride,
                     const float* post, const float* weight, float eps, uint16_t* out,
                     long out_stride, long rows, long width, int threads);

@@ -87,7 +87,7 @@ extern "C" void baton_layers(const Model* model_at, const Layer* layers, long co
                     static_cast<int>(m.format), s.spans, static_cast<int>(s.num_spans), s.tables,
                     static_cast<int>(m.heads), static_cast<int>(m.kv_heads), dim,
                     static_cast<int>(l.window), static_cast<float>(m.scale), inner, width, threads,
-                    static_cast<int>(m.sums));
+                    static_cast<int>(m.sums), nullptr);
     multiply(l.o, m, inner, width, wide, s.rows, threads);
     baton_residual(x, m.hidden, wide, m.hidden, l.attn_post_norm, l.mlp_norm, eps, h, m.hidden,
                    s.rows, m.hidden, threads);

@@ -171,7 +171,7 @@ _FUNCTIONS: Functions = {
     "baton_attention_supports": (_INT, (_INT, _INT)),
     "baton_attention": (
         None,
-        (*_ROWS, *_POOL, *_SPANS, _INT, _INT, _INT, _INT, _FLOAT, *_ROWS, _INT, _INT),
+        (*_ROWS, *_POOL, *_SPANS, _INT, _INT, _INT, _INT, _FLOAT, *_ROWS, _INT, _INT, _POINTER),
     ),
     "baton_store": (None, (_POINTER, *_ROWS, *_POOL, *_SPANS, _INT, _INT, _INT)),
     "baton_packed_size": (_LONG, (_LONG, _LONG)),

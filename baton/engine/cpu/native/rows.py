@@ -140,6 +140,8 @@ class NativeRows(TorchRows):
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """Multiply the activation of the first half by the second."""
+        if activation == "swiglu_clamped":
+            return super().gate(gate_up, activation)
         rows = gate_up.shape[0]
         width = gate_up.shape[1] // 2
         out = torch.empty(rows, width, dtype=torch.bfloat16)

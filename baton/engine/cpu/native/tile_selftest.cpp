@@ -71,7 +71,7 @@ bool attention_agrees(int tiles, int group, int dim, int start, int count, int w
     baton_attention(q.data(), group * dim, reinterpret_cast<uint8_t*>(keys.data()),
                     reinterpret_cast<uint8_t*>(values.data()), 2 * dim, 2 * dim, baton::kBf16, span,
                     1, table.data(), group, 1, dim, window, 0.125f, found[way].data(), group * dim,
-                    1, way ? tiles : 0);
+                    1, way ? tiles : 0, nullptr);
   }
   return found[0] == found[1];
 }
