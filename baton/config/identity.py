@@ -36,7 +36,8 @@ class OidcConfig(Section):
         tenant_claim: Claim with the tenant's name; ``a.b`` is ``b`` within ``a``.
         role_claim: Claim with the caller's roles, a text or a list. Without it, all callers are
             tenants.
-        roles: Values of this claim, and the role that each gives. Tokens without any are refused.
+        roles: Values of this claim, and the role that each gives, as for keys. Tokens without
+            any are refused.
         clock_skew_s: Largest difference between the clocks of issuer and router.
         refresh_s: Time between two reads of the issuer's keys.
     """
@@ -46,7 +47,7 @@ class OidcConfig(Section):
     jwks_url: IssuerUrl | None = None
     tenant_claim: ClaimName = "tenant"
     role_claim: ClaimName | None = None
-    roles: Mapping[str, Literal["tenant", "operator"]] = {}
+    roles: Mapping[str, Literal["tenant", "operator", "metrics"]] = {}
     clock_skew_s: Annotated[int, Field(ge=0, le=300)] = 30
     refresh_s: Annotated[float, Field(ge=60, le=24 * 3600)] = 300.0
 

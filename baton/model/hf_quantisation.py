@@ -28,6 +28,7 @@ _ALLOWED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
 }
 """Values of options by method; another value is refused."""
+METHODS = tuple(_ALLOWED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

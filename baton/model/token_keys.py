@@ -8,12 +8,8 @@ Only keys that change a text, an id or an end of an answer matter here. ``hf_tok
 from collections.abc import Mapping
 from typing import Any
 
+from baton.model.hf_keys import HONOURED, NO_EFFECT, Rule
 from baton.model.model_config import ModelError
-
-HONOURED = "honoured"
-NO_EFFECT = "no effect"
-Rule = str | tuple[Any, ...]
-"""``HONOURED``, ``NO_EFFECT``, or the neutral values: the key is refused if it has another."""
 
 _OFF: Rule = (None, False, 0, [], {})
 

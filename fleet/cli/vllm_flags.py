@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from baton.config.fleet_file import FleetConfig
+from baton.config.other_words import OTHER_WORDS
 from baton.config.section import problem_of
 from baton.config.yaml_text import dotted
 
@@ -66,19 +67,19 @@ FLAGS = (
     Flag("--port", "port", _size),
     Flag("--served-model-name", "served_model_name", list, nargs="+"),
     Flag("--chat-template", "chat_template", _file),
-    Flag("--max-model-len", "max_context_tokens", _size),
-    Flag("--max-num-seqs", "max_batch_requests", _size),
-    Flag("--max-num-batched-tokens", "max_step_tokens", _size, own=True),
-    Flag("--tensor-parallel-size -tp", "pools.tensor_parallel", _size, own=True),
+    Flag("--max-model-len", OTHER_WORDS["max_model_len"], _size),
+    Flag("--max-num-seqs", OTHER_WORDS["max_num_seqs"], _size),
+    Flag("--max-num-batched-tokens", OTHER_WORDS["max_num_batched_tokens"], _size, own=True),
+    Flag("--tensor-parallel-size -tp", OTHER_WORDS["tensor_parallel_size"], _size, own=True),
     Flag("--data-parallel-size -dp", "pools.decode", _size),
     Flag("--num-gpu-blocks-override", "kv_blocks_per_worker", _size, own=True),
     Flag("--dtype", "dtype", _word, own=True),
-    Flag("--quantization -q", "quantisation.weights", own=True),
+    Flag("--quantization -q", OTHER_WORDS["quantization"], own=True),
     Flag("--kv-cache-dtype", "quantisation.kv", _word, own=True),
     Flag("--enable-lora", "", lambda _: None, own=True, nargs=0),
     Flag("--lora-modules", "adapters.load", _adapters, nargs="+"),
-    Flag("--max-loras", "adapters.max_loaded", _size, own=True),
-    Flag("--max-lora-rank", "adapters.max_rank", _size, own=True),
+    Flag("--max-loras", OTHER_WORDS["max_loras"], _size, own=True),
+    Flag("--max-lora-rank", OTHER_WORDS["max_lora_rank"], _size, own=True),
     Flag("--api-key", "api_keys", lambda keys: dict.fromkeys(keys, "default"), nargs="+"),
     Flag("--ssl-certfile", "clients.tls.certificate", _file),
     Flag("--ssl-keyfile", "clients.tls.key", _file),

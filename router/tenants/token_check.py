@@ -127,7 +127,7 @@ class TokenCheck:
             given = {config.roles.get(name) for name in named if isinstance(name, str)}
             if given <= {None}:
                 raise UnauthorizedError(f"the token's claim {config.role_claim!r} gives no role")
-            role = "operator" if "operator" in given else "tenant"
+            role = next(role for role in ("operator", "tenant", "metrics") if role in given)
         tenant = _claim(claims, config.tenant_claim)
         try:
             return ApiKeyConfig.model_validate({"tenant": tenant, "role": role})

@@ -45,11 +45,12 @@ def surplus(text: str) -> list[str]:
         found = command.get_command(context, words[0])
         assert found is not None, text
         command = found
-        context = command.context_class(command, parent=context)
+        context = command.context_class(command, parent=context, **command.context_settings)
         words = words[1:]
     if words and words[-1].startswith("-"):  # the text may name an option without its value
         words.pop()
-    return command.make_parser(context).parse_args(words)[1]
+    rest: list[str] = command.make_parser(context).parse_args(words)[1]
+    return [] if context.allow_extra_args else rest
 
 
 def test_an_argument_too_many_is_found() -> None:

@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Mapping
 
 from baton.model.gguf_file import READABLE
+from baton.model.hf_keys import CONFIG_KEYS, HONOURED, NO_EFFECT, ROPE_KEYS, Rule
+from baton.model.hf_quantisation import METHODS
 from baton.model.model_config import GGUF_FAMILIES, HF_FAMILIES, ROPE_TYPES
 from baton.model.token_keys import (
     GENERATION_CONFIG,
     GGUF,
-    HONOURED,
-    NO_EFFECT,
     TOKENIZER_CONFIG,
-    Rule,
 )
 from baton.text.gguf_words import CUTS
 
@@ -21,6 +20,8 @@ Families, formats and keys that Baton reads. `baton models check MODEL` shows wh
 what would be refused. [Configuration](../guide/configuration.md#models) describes the references.
 """
 _TABLES = {
+    "config.json": CONFIG_KEYS,
+    "rope_scaling and rope_parameters": ROPE_KEYS,
     "tokenizer_config.json": TOKENIZER_CONFIG,
     "generation_config.json": GENERATION_CONFIG,
     "GGUF metadata": GGUF,
@@ -33,7 +34,8 @@ def sections() -> list[str]:
     rows = ["| family | Hugging Face | GGUF |", "|---|---|---|"]
     rows += [f"| {' | '.join(row)} |" for row in families]
     found = ["## Families\n", *rows, ""]
-    found += [f"RoPE scaling: {_names(ROPE_TYPES)}.\n", "## GGUF\n"]
+    found += [f"RoPE scaling: {_names(ROPE_TYPES)}.\n"]
+    found += [f"Quantised safetensors: {_names(METHODS)}.\n", "## GGUF\n"]
     found += [f"Types of tensors: {_names(sorted(kind.name for kind in READABLE))}.\n"]
     found += [f"Pre-tokenizers (`tokenizer.ggml.pre`): {_names(sorted(CUTS))}.\n"]
     for title, rules in _TABLES.items():

@@ -113,7 +113,7 @@ async def test_cancelled_while_it_waits_for_its_adapter(tmp_path):
             await router.submit("waits", PROMPT, adapter=adapter(2, tmp_path))
             await router.until(lambda: len(router.tokens["long"].get(0, [])) > 2)
             assert adapters_in_use(decode) == (
-                'max_lora="1",model_name="emulated",running_lora_adapters="a1",'
+                'engine="0",max_lora="1",model_name="emulated",running_lora_adapters="a1",'
                 'waiting_lora_adapters="a2"'
             )
             await router.send(cancel=pb.Cancel(request_id="waits", attempt=1))

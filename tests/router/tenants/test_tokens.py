@@ -232,6 +232,9 @@ def test_a_role_is_a_value_that_the_fleet_file_names(issuer):
     for roles in ("a", ["b", "a"]):
         token = issuer.token(**{"https://x.example/r": roles})
         assert check.check(token, now).rights == ApiKeyConfig(tenant="team-a", role="operator")
+    check = made_check(issuer, role_claim="r", roles={"m": "metrics", "u": "tenant"})
+    for roles, role in (["m"], "metrics"), (["m", "u"], "tenant"):
+        assert check.check(issuer.token(r=roles), now).rights.role == role
 
 
 def test_kept_tokens_are_bounded_and_end_with_their_keys(issuer, monkeypatch):
