@@ -376,7 +376,7 @@ class RemoteEngine(ABC):
         self._on_end(request)
         if request.computes:
             self._send(request.admission())
-        self._send(request.end(error), self._status())
+        self._send(self._status(), request.end(error))  # the load behind the end comes with it
 
     def _status(self) -> ev.StepDone:
         return self._meter.status(self._prefixes.held_blocks)
