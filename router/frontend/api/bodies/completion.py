@@ -13,7 +13,15 @@ MAX_PROMPTS = 64
 
 
 class CompletionBody(GenerationBody):
-    """Request body of ``POST /v1/completions``."""
+    """Request body of ``POST /v1/completions``.
+
+    Attributes:
+        default_tokens: Most output tokens if the client sets no limit.
+        id_prefix: Beginning of the ids of such calls.
+    """
+
+    default_tokens: ClassVar[int] = 16
+    id_prefix: ClassVar[str] = "cmpl"
 
     prompt: Prompts
     """text or token ids, or a list of up to 64 of these"""
