@@ -219,7 +219,7 @@ class Calls:
             n=prepared.sampling.n,
             custom=body.custom_tools,
             functions=bool(body.functions),
-            **_format_parts(prepared.request_id, body, arrival.lane),
+            **format_parts(prepared.request_id, body, arrival.lane),
         )
         context = self.context("chat", prepared.request_id, arrival, span)
         return Answer(context, [prepared], events_of(chunks, body), stream=bool(body.stream))
@@ -261,7 +261,7 @@ class Calls:
             n=requests[0].sampling.n,
             echoes=echoes,
             echo_logprobs=body.logprobs,
-            **_format_parts(answer_id, body, arrival.lane),
+            **format_parts(answer_id, body, arrival.lane),
         )
         context = self.context("completions", answer_id, arrival, span)
         return Answer(context, requests, events_of(chunks, body), stream=bool(body.stream))
@@ -331,7 +331,8 @@ def _echoes(body: CompletionBody, decode: Callable[[list[int]], str]) -> list[st
     return [item if isinstance(item, str) else decode(item) for item in body.prompts()]
 
 
-def _format_parts(answer_id: str, body: GenerationBody, lane: Lane) -> dict[str, Any]:
+def format_parts(answer_id: str, body: GenerationBody, lane: Lane) -> dict[str, Any]:
+    """Return the arguments that all formats of OpenAI's kind have in common."""
     fingerprint = _fingerprint(lane.model.artifact.weights_digest, lane.settings.emulated)
     return {
         "head": AnswerHead(answer_id, int(time.time()), body.model, fingerprint),

@@ -1,9 +1,8 @@
 """vLLM's calls for token ids: ``/inference/v1/generate``, and the calls that render prompts."""
 
 import re
-import time
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 from fastapi import Request, Response
@@ -12,13 +11,15 @@ from router.frontend.api.answer import Answer
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.completion import CompletionBody
 from router.frontend.api.bodies.generate import GenerateBody, GenerateSampling, TokensBody
+from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.call_headers import client_id_of
 from router.frontend.api.endpoints import Endpoints
-from router.frontend.api.formats.generate import GenerateFormat, rendered
-from router.frontend.api.generation import Arrival, Calls, events_of
+from router.frontend.api.formats.openai import TokensFormat
+from router.frontend.api.generation import Arrival, Calls, events_of, format_parts
 from router.frontend.api.translation import Translation
 from router.frontend.off_loop import off_loop
 from router.process import Process
+from router.request import GenerationRequest
 
 _SAMPLING = "|".join(map(re.escape, GenerateSampling.model_fields))
 _NAMES = {r"prompt\b": "token_ids", rf"({_SAMPLING})\b": r"sampling_params.\1"}
@@ -38,14 +39,12 @@ def routes(router: Process) -> Endpoints:
     @api.post_body("/v1/chat/completions/render", ChatBody)
     async def render_chat(request: Request) -> Response:
         """Convert a chat to a body of ``/inference/v1/generate``, without running the model."""
-        return await calls.answer(request, "render", ChatBody, _TokenCalls.rendered_chat)
+        return await calls.answer(request, "render", ChatBody, _TokenCalls.rendered)
 
     @api.post_body("/v1/completions/render", CompletionBody)
     async def render_completion(request: Request) -> Response:
         """Convert each prompt to a body of ``/inference/v1/generate``."""
-        return await calls.answer(
-            request, "render", CompletionBody, _TokenCalls.rendered_completion
-        )
+        return await calls.answer(request, "render", CompletionBody, _TokenCalls.rendered)
 
     return api
 
@@ -60,38 +59,49 @@ class _TokenCalls(Calls):
         with _FIELDS.named():
             (request,), span = await self.completion_requests(completion, arrival)
         client_id = arrival.caller.client_id
-        chunks = GenerateFormat(
-            request_id=f"{TokensBody.id_prefix}-{client_id}" if client_id else request.answer_id,
-            model=body.model,
-            created=int(time.time()),
-            prompt_ids=bool(body.return_token_ids),
-            tokenizer=arrival.lane.model.tokenizer,
-        )
+        answer_id = f"{TokensBody.id_prefix}-{client_id}" if client_id else request.answer_id
+        parts = format_parts(answer_id, completion, arrival.lane)
+        chunks = TokensFormat(**parts | {"token_ids": bool(body.return_token_ids)})
         context = self.context("generate", request.answer_id, arrival, span)
         events = events_of(chunks, completion)
         return Answer(context, [request], events, stream=bool(body.stream))
 
-    async def rendered_chat(self, body: ChatBody, arrival: Arrival) -> Response:
+    async def rendered(self, body: ChatBody | CompletionBody, arrival: Arrival) -> Response:
         grammar = await self.grammar(body, arrival)
-        preparer = arrival.preparer
+        preparer, caller = arrival.preparer, arrival.caller
 
         def render() -> bytes:
-            request = preparer.chat(body, arrival.caller, arrival.at_ns, grammar)
-            return msgspec.json.encode(rendered(body, request))
+            if isinstance(body, ChatBody):
+                request = preparer.chat(body, caller, arrival.at_ns, grammar)
+                return msgspec.json.encode(_rendered(body, request))
+            requests = preparer.completions(body, caller, arrival.at_ns, grammar)
+            return msgspec.json.encode([_rendered(body, request) for request in requests])
 
-        return await self._rendered(render, arrival)
-
-    async def rendered_completion(self, body: CompletionBody, arrival: Arrival) -> Response:
-        grammar = await self.grammar(body, arrival)
-        preparer = arrival.preparer
-
-        def render() -> bytes:
-            requests = preparer.completions(body, arrival.caller, arrival.at_ns, grammar)
-            return msgspec.json.encode([rendered(body, request) for request in requests])
-
-        return await self._rendered(render, arrival)
-
-    async def _rendered(self, render: Callable[[], bytes], arrival: Arrival) -> Response:
         content = await off_loop(arrival.size_bytes, render)
-        self._router.observer.answered("render", 200, arrival.caller.tenant)
+        self._router.observer.answered("render", 200, caller.tenant)
         return Response(content, media_type="application/json")
+
+
+def _rendered(body: GenerationBody, request: GenerationRequest) -> dict[str, Any]:
+    """Return the body of ``POST /inference/v1/generate`` that is the same request."""
+    sampling = msgspec.structs.asdict(request.sampling) | {
+        "seed": body.seed,
+        "stop": request.shown.stops,
+        "include_stop_str_in_output": request.shown.stop_text,
+        "skip_special_tokens": not request.shown.special_tokens,
+        "bad_words": body.bad_words,
+        "logit_bias": body.logit_bias,
+    }
+    grammar = sampling.pop("grammar")
+    sampling["structured_outputs"] = {"grammar": grammar} if grammar else None
+    options = body.stream_options
+    return {
+        "request_id": request.request_id,
+        "token_ids": request.prompt,
+        "sampling_params": sampling,
+        "model": body.model,
+        "stream": bool(body.stream),
+        "stream_options": options.model_dump() if options is not None else None,
+        "cache_salt": body.cache_salt,
+        "priority": request.priority,
+    }

@@ -13,14 +13,9 @@ MAX_PROMPTS = 64
 
 
 class CompletionBody(GenerationBody):
-    """Request body of ``POST /v1/completions``.
+    """Request body of ``POST /v1/completions``."""
 
-    Attributes:
-        default_tokens: Most output tokens if the client sets no limit.
-        id_prefix: Beginning of the ids of such calls.
-    """
-
-    default_tokens: ClassVar[int] = 16
+    default_tokens: ClassVar[int] = 16  # most output tokens if the client sets no limit
     id_prefix: ClassVar[str] = "cmpl"
 
     prompt: Prompts

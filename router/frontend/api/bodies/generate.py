@@ -11,6 +11,7 @@ from router.frontend.api.bodies.generation import GenerationBody, SamplingFields
 from router.frontend.api.bodies.opening import opening_text
 
 _VLLM = "an option of one vLLM engine, which does not change the answer"
+_REFUSED = Refused((None, 0, False, [], {}), "leave it out")
 _TEXT_ONLY = "this model takes text only"
 
 
@@ -22,20 +23,13 @@ class GenerateSampling(SamplingFields):
 
     accepted: ClassVar[dict[str, str]] = {
         "detokenize": "text is built only to find stop strings",
-        "output_kind": "stream decides it",
-        **dict.fromkeys(("flat_logprobs", "skip_clone", "stream_interval"), _VLLM),
-        **dict.fromkeys(("output_text_buffer_length", "skip_reading_prefix_cache"), _VLLM),
+        **dict.fromkeys(("output_kind", "skip_clone", "skip_reading_prefix_cache"), _VLLM),
     }
     refused: ClassVar[dict[str, Refused]] = {
         "logprob_token_ids": Refused((None, []), "use logprobs"),
-        "extra_args": Refused((None, {}), "leave it out"),
-        "prompt_logprob_token_ids": Refused((None, []), "use prompt_logprobs"),
-        "prompt_logprob_start": Refused((None, 0), "use prompt_logprobs"),
-        "repetition_detection": Refused((None,), "use max_tokens"),
-        "routed_experts_prompt_start": Refused((None, 0), "no experts are returned"),
         "thinking_token_budget": Refused((None,), "use /v1/chat/completions"),
-        "trace_decode_token_ids": Refused((None, []), "leave it out"),
-        "watermarking": Refused((None, False), "there is no watermark"),
+        **dict.fromkeys(("prompt_logprob_token_ids", "prompt_logprob_start"), _REFUSED),
+        **dict.fromkeys(("extra_args", "repetition_detection", "watermarking"), _REFUSED),
     }
 
 

@@ -180,8 +180,7 @@ class SamplingFields(Body):
 class GenerationBody(SamplingFields, ModelBody):
     """Fields that chat and text completions share."""
 
-    shows_stop_token: ClassVar[bool] = False
-    """Whether token ids of the response include the token that ended it."""
+    shows_stop_token: ClassVar[bool] = False  # as the last of the response's token ids
 
     stream: bool | None = None
     """server-sent events"""
