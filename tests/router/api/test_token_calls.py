@@ -114,6 +114,8 @@ async def test_the_fields_are_those_of_vllm(fleet):
         assert content == streamed[choice["index"]]
         assert all(set(entry) == SCORED for entry in content)
         assert [entry["token_id"] for entry in content] == choice["token_ids"]
+        candidates = [[top["token_id"] for top in entry["top_logprobs"]] for entry in content]
+        assert candidates == [*([token, token + 1] for token in ANSWER), []]  # itself first
         # The end has none; vLLM's value for that.
         assert [entry["logprob"] for entry in content] == [-0.5, -0.5, -0.5, -9999.0]
     assert whole["usage"]["completion_tokens"] == chunks[-1]["usage"]["completion_tokens"] == 8
