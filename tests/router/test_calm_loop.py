@@ -126,6 +126,8 @@ def bodies(path: str, fields: dict[str, Collection[str]]) -> Iterator[tuple[str,
     least = LEAST[path]
 
     def body(field: str, value: str) -> str:
+        if field == "sampling_params" and value.startswith("{"):
+            value = f'{{"max_tokens":1,{value[1:]}'  # its default is the whole context
         others = json.dumps({"model": MODEL, **{k: v for k, v in least.items() if k != field}})
         return f"{others[:-1]},{json.dumps(field)}:{value}}}"
 
