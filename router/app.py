@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from baton.telemetry.metric_export import MetricExport
 from router.endpoint_picker.server import PickerServer
 from router.frontend import errors
-from router.frontend.api import generation, models
+from router.frontend.api import generation, models, token_calls
 from router.frontend.api.call_headers import CallHeaders
 from router.frontend.api.endpoints import Endpoints
 from router.frontend.api.messages import endpoints as messages
@@ -34,6 +34,7 @@ _ENDPOINTS = (
     generation.routes,
     responses.routes,
     messages.routes,
+    token_calls.routes,
     pooling.routes,
     models.routes,
     operations.routes,

@@ -32,12 +32,14 @@ class Shown:
         stop_text: Whether the text includes the stop string.
         special_tokens: Whether the text includes special tokens.
         token_ids: Whether the response contains token ids besides the text.
+        stop_token: Whether these include the token that ended the response.
     """
 
     stops: tuple[str, ...] = ()
     stop_text: bool = False
     special_tokens: bool = False
     token_ids: bool = False
+    stop_token: bool = False
 
 
 class Routed(NamedTuple):

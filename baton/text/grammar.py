@@ -86,7 +86,7 @@ def translate(kind: GrammarKind, source: str) -> str:
     if len(source) > MAX_SOURCE_CHARACTERS:
         raise GrammarError(f"it has {len(source)} characters; the limit is {MAX_SOURCE_CHARACTERS}")
     try:
-        return _lark(kind, source) + _FREE_SPELLING
+        return _lark(kind, source.removesuffix(_FREE_SPELLING)) + _FREE_SPELLING
     except Exception as error:  # the translators raise many types
         raise GrammarError(_sentence(str(error))) from error
 

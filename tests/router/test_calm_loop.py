@@ -30,6 +30,7 @@ USER = {"role": "user", "content": "hi"}
 LEAST = {
     "/v1/chat/completions": {"messages": [USER], "max_tokens": 1},
     "/v1/completions": {"prompt": "hi", "max_tokens": 1},
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1}},
     "/v1/embeddings": {"input": "hi"},
     "/v1/responses": {"input": "hi", "max_output_tokens": 1, "store": False},
     "/v1/responses/input_tokens": {"input": "hi"},
@@ -44,7 +45,13 @@ LEAST = {
     "/detokenize": {"tokens": [5]},
     "/v1/batches": {"input_file_id": "file-0", "endpoint": "/v1/chat/completions"},
 }
-SAME = {"/v1/score": "/score", "/v1/rerank": "/rerank", "/v2/rerank": "/rerank"}
+SAME = {
+    "/v1/chat/completions/render": "/v1/chat/completions",
+    "/v1/completions/render": "/v1/completions",
+    "/v1/score": "/score",
+    "/v1/rerank": "/rerank",
+    "/v2/rerank": "/rerank",
+}
 NO_BODY = ("/ping", "/cancel", "/v1/files")
 
 
@@ -119,6 +126,8 @@ def bodies(path: str, fields: dict[str, Collection[str]]) -> Iterator[tuple[str,
     least = LEAST[path]
 
     def body(field: str, value: str) -> str:
+        if field == "sampling_params" and value.startswith("{"):
+            value = f'{{"max_tokens":1,{value[1:]}'  # its default is the whole context
         others = json.dumps({"model": MODEL, **{k: v for k, v in least.items() if k != field}})
         return f"{others[:-1]},{json.dumps(field)}:{value}}}"
 
@@ -151,6 +160,11 @@ def _shaped(path: str, field: str, schema: str) -> str:
 LARGE = {
     "bias": ("/v1/chat/completions", {"logit_bias": dict.fromkeys(map(str, range(8192)), 1)}),
     "prompt ids": ("/v1/completions", {"prompt": [5] * 131_000}),
+    "ids": ("/inference/v1/generate", {"token_ids": [5] * 131_000, "return_token_ids": True}),
+    "rendered": (
+        "/v1/chat/completions/render",
+        {"messages": [{**USER, "content": "a " * 120_000}]},
+    ),
     "prompt": ("/v1/completions", {"prompt": "word " * 120_000}),
     "conversation": (
         "/v1/chat/completions",
@@ -316,7 +330,7 @@ async def test_no_value_of_a_field_holds_the_loop(fleet) -> None:
 async def test_no_large_call_holds_the_loop(fleet, name: str) -> None:
     path, fields = LARGE[name]
     beat = Beat(fleet)
-    body = {"model": MODEL, **LEAST[path], **fields}
+    body = {"model": MODEL, **LEAST[SAME.get(path, path)], **fields}
     status, delay_s = await beat.calmest(path, json.dumps(body).encode())
     beat.stop()
     assert status == 200

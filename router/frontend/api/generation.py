@@ -219,10 +219,10 @@ class Calls:
             n=prepared.sampling.n,
             custom=body.custom_tools,
             functions=bool(body.functions),
-            **_format_parts(prepared.request_id, body, arrival.lane),
+            **format_parts(prepared.request_id, body, arrival.lane),
         )
         context = self.context("chat", prepared.request_id, arrival, span)
-        return Answer(context, [prepared], _events(chunks, body), stream=bool(body.stream))
+        return Answer(context, [prepared], events_of(chunks, body), stream=bool(body.stream))
 
     async def chat_request(
         self, body: ChatBody, arrival: Arrival
@@ -232,7 +232,7 @@ class Calls:
         arrival = arrival.traced(span)
         preparer = arrival.preparer
         with ended_on_error(span):
-            grammar = await self._grammar(body, arrival)
+            grammar = await self.grammar(body, arrival)
             prepared = await off_loop(
                 arrival.size_bytes,
                 lambda: preparer.chat(body, arrival.caller, arrival.at_ns, grammar),
@@ -251,29 +251,37 @@ class Calls:
 
     async def completions(self, body: CompletionBody, arrival: Arrival) -> Response:
         """Return the response to a completion of one or more prompts."""
-        span = gateway_span(self._router.tracing, "text_completion", body, arrival.caller)
-        arrival = arrival.traced(span)
-        size_bytes = arrival.size_bytes
-        preparer = arrival.preparer
-        with ended_on_error(span):
-            grammar = await self._grammar(body, arrival)
-            requests = await off_loop(
-                size_bytes,
-                lambda: preparer.completions(body, arrival.caller, arrival.at_ns, grammar),
-            )
+        requests, span = await self.completion_requests(body, arrival)
         answer_id = requests[0].answer_id
         decode = arrival.lane.model.tokenizer.decode
-        echoes = await off_loop(size_bytes, lambda: _echoes(body, decode)) if body.echo else None
+        echoes = None
+        if body.echo:
+            echoes = await off_loop(arrival.size_bytes, lambda: _echoes(body, decode))
         chunks = CompletionFormat(
             n=requests[0].sampling.n,
             echoes=echoes,
             echo_logprobs=body.logprobs,
-            **_format_parts(answer_id, body, arrival.lane),
+            **format_parts(answer_id, body, arrival.lane),
         )
         context = self.context("completions", answer_id, arrival, span)
-        return Answer(context, requests, _events(chunks, body), stream=bool(body.stream))
+        return Answer(context, requests, events_of(chunks, body), stream=bool(body.stream))
 
-    async def _grammar(self, body: GenerationBody, arrival: Arrival) -> AnswerGrammar:
+    async def completion_requests(
+        self, body: CompletionBody, arrival: Arrival
+    ) -> tuple[list[GenerationRequest], Span]:
+        """Return a request for each prompt, and the span of the call, which the answer ends."""
+        span = gateway_span(self._router.tracing, "text_completion", body, arrival.caller)
+        arrival = arrival.traced(span)
+        preparer = arrival.preparer
+        with ended_on_error(span):
+            grammar = await self.grammar(body, arrival)
+            requests = await off_loop(
+                arrival.size_bytes,
+                lambda: preparer.completions(body, arrival.caller, arrival.at_ns, grammar),
+            )
+        return requests, span
+
+    async def grammar(self, body: GenerationBody, arrival: Arrival) -> AnswerGrammar:
         """Return the grammar of the answer after checking it."""
         caller = arrival.caller
         request = partial(requested_grammar, body, arrival.lane.model)
@@ -312,7 +320,8 @@ class Calls:
         )
 
 
-def _events(chunks: ChunkFormat, body: GenerationBody) -> DataEvents:
+def events_of(chunks: ChunkFormat, body: GenerationBody) -> DataEvents:
+    """Return the events of a stream whose chunks have this format."""
     return DataEvents(
         chunks, include_usage=body.include_usage, continuous_usage=body.continuous_usage
     )
@@ -322,7 +331,8 @@ def _echoes(body: CompletionBody, decode: Callable[[list[int]], str]) -> list[st
     return [item if isinstance(item, str) else decode(item) for item in body.prompts()]
 
 
-def _format_parts(answer_id: str, body: GenerationBody, lane: Lane) -> dict[str, Any]:
+def format_parts(answer_id: str, body: GenerationBody, lane: Lane) -> dict[str, Any]:
+    """Return the arguments that all formats of OpenAI's kind have in common."""
     fingerprint = _fingerprint(lane.model.artifact.weights_digest, lane.settings.emulated)
     return {
         "head": AnswerHead(answer_id, int(time.time()), body.model, fingerprint),

@@ -28,7 +28,6 @@ from router.sessions.rotating import without_rotating_texts
 from router.settings import LaneSettings
 
 _LEAST_TOP_P = 1e-6  # keeps only the likeliest token
-_COMPLETION_TOKENS = 16  # OpenAI's default for completions
 MAX_PROMPT_LOGPROBS_BYTES = 8 * 1024 * 1024  # per call; their JSON is fifty times as large
 
 _T = TypeVar("_T")
@@ -165,7 +164,7 @@ class Preparer:
             )
         if body.echo and body.truncate_prompt_tokens is not None:
             raise InvalidRequestError.at("echo", "cannot be combined with truncate_prompt_tokens")
-        request_id = f"cmpl-{secrets.token_hex(16)}"
+        request_id = f"{body.id_prefix}-{secrets.token_hex(16)}"
         requests = []
         for index, text in enumerate(prompts):
             special = body.add_special_tokens is not False
@@ -174,11 +173,11 @@ class Preparer:
             prompt = self._model.encode_prompt(
                 text, special=special, whole=cut is None, scope=scope
             )
-            answer_tokens = body.max_tokens if body.max_tokens is not None else _COMPLETION_TOKENS
+            answer_tokens = body.default_tokens if body.max_tokens is None else body.max_tokens
             prompt = self._cut(prompt, cut, answer_tokens)
             # Without an answer the prompt may fill the context: the sampled token is discarded.
             room = self._room(prompt, "prompt", answer_tokens=0 if logprobs_only else 1)
-            default = min(_COMPLETION_TOKENS, self._most_tokens(prompt, room))
+            default = min(body.default_tokens, self._most_tokens(prompt, room))
             asked_tokens = 1 if logprobs_only else body.max_tokens
             sampling = self._sampling(
                 body,
@@ -379,6 +378,7 @@ def _shown(body: GenerationBody) -> Shown:
         stop_text=bool(body.include_stop_str_in_output),
         special_tokens=body.skip_special_tokens is False,
         token_ids=bool(body.return_token_ids),
+        stop_token=body.shows_stop_token,
     )
 
 

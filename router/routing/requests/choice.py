@@ -90,6 +90,7 @@ class ChoiceRecord:
         self._content: list[str] = []  # kept if a complete response is checked
         self.checks: list[tuple[str, str]] = []  # schemas and texts of a complete response
         self._sends_ids = shown.token_ids
+        self._sends_stop_token = shown.stop_token
         self._stop_token_ids = request.sampling.stop_token_ids
         self.reasoning_tokens = 0
         self._ids = array("I")  # a list would take nine times the memory of every open stream
@@ -198,6 +199,8 @@ class ChoiceRecord:
 
     def _end(self, reason: str, stop_string: str | None, stop_token: int | None = None) -> None:
         self._show(self._detokenizer.finish(stop_token))
+        if self._sends_stop_token and stop_token is not None:
+            self._pending.token_ids.append(stop_token)
         if self._thinking is not None:
             self._show_parts(*self._thinking.finish())
         if self._tools is not None:

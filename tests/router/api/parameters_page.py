@@ -7,6 +7,7 @@ from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.common import Body
 from router.frontend.api.bodies.completion import CompletionBody
 from router.frontend.api.bodies.embedding import EmbeddingBody
+from router.frontend.api.bodies.generate import GenerateBody, GenerateSampling
 from router.frontend.api.bodies.generation import (
     JsonSchemaFormat,
     ResponseFormat,
@@ -34,8 +35,10 @@ from router.frontend.api.responses import body as responses
 from router.frontend.batch.calls import BatchBody
 
 KINDS: dict[type[Body], str] = {
-    ChatBody: "`POST /v1/chat/completions`",
-    CompletionBody: "`POST /v1/completions`",
+    ChatBody: "`POST /v1/chat/completions`, `/v1/chat/completions/render`",
+    CompletionBody: "`POST /v1/completions`, `/v1/completions/render`",
+    GenerateBody: "`POST /inference/v1/generate`",
+    GenerateSampling: "`sampling_params` of `/inference/v1/generate`",
     StreamOptions: "`stream_options`",
     Message: "a message",
     Part: "a part of a message's content",

@@ -10,6 +10,7 @@ from baton.types.errors import InvalidRequestError
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.completion import CompletionBody
 from router.frontend.api.bodies.embedding import EmbeddingBody
+from router.frontend.api.bodies.generate import GenerateBody
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.bodies.tokens import DetokenizeBody
 from router.served_model import ServedModel
@@ -348,6 +349,10 @@ async def test_a_text_with_a_token_that_the_model_lacks_is_refused(make_fleet, a
         "/v1/embeddings": [{"input": last}, {"input": ["a", last]}],
         "/v1/score": [{"text_1": "a", "text_2": last}],
         "/v1/rerank": [{"query": last, "documents": ["a"], "truncate_prompt_tokens": 4}],
+        "/inference/v1/generate": [
+            {"token_ids": [49_100], "sampling_params": {}},
+            {"token_ids": [1], "sampling_params": {"stop_token_ids": [49_100]}},
+        ],
         "/tokenize": [{"prompt": last}, chat],
     }
     for path, bodies in calls.items():
@@ -371,6 +376,7 @@ MANY = 3000
 FULL_OF_FAULTS = [
     (CompletionBody, {"prompt": [-1] * MANY}, "prompt[0]"),
     (CompletionBody, {"prompt": [[-1] * MANY]}, "prompt[0][0]"),
+    (GenerateBody, {"token_ids": [-1] * MANY, "sampling_params": {}}, "token_ids[0]"),
     (EmbeddingBody, {"input": [-1] * MANY}, "input[0]"),
     (DetokenizeBody, {"tokens": [-1] * MANY}, "tokens[0]"),
     (ChatBody, {"messages": [{}] * MANY}, "messages[0].role"),

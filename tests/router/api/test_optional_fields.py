@@ -10,6 +10,7 @@ from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.common import Body, OperatorBody
 from router.frontend.api.bodies.completion import CompletionBody
 from router.frontend.api.bodies.embedding import EmbeddingBody
+from router.frontend.api.bodies.generate import GenerateBody
 from router.frontend.api.bodies.parse import checked
 from router.frontend.api.bodies.tokens import DetokenizeBody, TokenizeBody
 from router.frontend.api.messages.body import CountTokensBody, MessagesBody
@@ -78,6 +79,11 @@ EXAMPLES: dict[type[Body], dict[str, Any]] = {
         **SHARED,
     },
     CompletionBody: {"prompt": "hi", **SHARED},
+    GenerateBody: {
+        "token_ids": [1],
+        "sampling_params": {"structured_outputs": {"regex": "a"}},
+        "stream_options": {"include_usage": True},
+    },
     EmbeddingBody: {"input": "hi"},
     PoolingBody: {"input": "hi"},
     ScoreBody: {"text_1": "a", "text_2": "b"},

@@ -183,6 +183,7 @@ REMAINING = "x-ratelimit-remaining-tokens"
 CALLS = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
     ("/v1/completions", {"prompt": "hi", "max_tokens": 2}),
+    ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 2}}),
     ("/v1/responses", {"input": "hi", "max_output_tokens": 2}),
     ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
     ("/v1/embeddings", {"input": ["hi", "ho"]}),

@@ -15,6 +15,9 @@ MAX_PROMPTS = 64
 class CompletionBody(GenerationBody):
     """Request body of ``POST /v1/completions``."""
 
+    default_tokens: ClassVar[int] = 16  # most output tokens if the client sets no limit
+    id_prefix: ClassVar[str] = "cmpl"
+
     prompt: Prompts
     """text or token ids, or a list of up to 64 of these"""
     max_tokens: Annotated[int, Field(ge=0, lt=INT32)] | None = None

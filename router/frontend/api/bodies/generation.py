@@ -84,7 +84,9 @@ class StructuredOutputs(Body):
     grammar: NonEmpty | None = None
     """grammar in Lark or GBNF"""
 
-    accepted: ClassVar[dict[str, str]] = {"disable_fallback": "there is only one backend"}
+    accepted: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("disable_fallback", "_backend", "_backend_was_auto"), "there is only one backend"
+    )
     refused: ClassVar[dict[str, Refused]] = {
         "disable_any_whitespace": Refused(
             (None, False), "add x-guidance: {whitespace_flexible: false} to the schema"
@@ -121,8 +123,8 @@ class NvExtension(Body):
     """see below"""
 
 
-class GenerationBody(ModelBody):
-    """Fields that chat and text completions share."""
+class SamplingFields(Body):
+    """Fields of generation that vLLM's ``SamplingParams`` have too."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=INT32)] | None = None
     """default: the space that the prompt leaves in the context"""
@@ -160,6 +162,26 @@ class GenerationBody(ModelBody):
     """true: generate until max_tokens"""
     min_tokens: Annotated[int, Field(ge=0, lt=INT32)] | None = None
     """minimum number of output tokens"""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """0 to 20 alternatives"""
+    structured_outputs: StructuredOutputs | None = None
+    """a JSON schema, a regex, a choice or a grammar"""
+
+    accepted: ClassVar[dict[str, str]] = {
+        "spaces_between_special_tokens": "spaces are never added between them",
+    }
+    refused: ClassVar[dict[str, Refused]] = {
+        "allowed_token_ids": Refused((None, []), "use structured_outputs"),
+        "logits_processors": Refused((None, []), "use logit_bias or a grammar"),
+        "logprob_token_ids": Refused((None, []), "use top_logprobs"),
+    }
+
+
+class GenerationBody(SamplingFields, ModelBody):
+    """Fields that chat and text completions share."""
+
+    shows_stop_token: ClassVar[bool] = False  # as the last of the response's token ids
+
     stream: bool | None = None
     """server-sent events"""
     stream_options: StreamOptions | None = None
@@ -168,8 +190,6 @@ class GenerationBody(ModelBody):
     """recorded in traces and in the request report"""
     priority: Annotated[int, Field(ge=-INT32, lt=INT32)] | None = None
     """requests with lower values run first"""
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """0 to 20 alternatives"""
     return_token_ids: bool | None = None
     """true: add prompt_token_ids and token_ids to the response"""
     truncate_prompt_tokens: Truncation | None = None
@@ -188,8 +208,6 @@ class GenerationBody(ModelBody):
     """Dynamo's extension: agent_hints"""
     response_format: ResponseFormat | None = None
     """text, any JSON object, or JSON that follows a schema"""
-    structured_outputs: StructuredOutputs | None = None
-    """a JSON schema, a regex, a choice or a grammar"""
     guided_json: dict[str, Any] | bool | str | None = None
     """same as structured_outputs.json"""
     guided_regex: NonEmpty | None = None
@@ -206,7 +224,6 @@ class GenerationBody(ModelBody):
         "prediction": _HINT,
         "guided_decoding_backend": "there is only one backend",
         "request_id": "the header X-Request-Id identifies a request",
-        "spaces_between_special_tokens": "spaces are never added between them",
         "mm_processor_kwargs": "applies only to images, which are rejected",
         "media_io_kwargs": "applies only to images, which are rejected",
     }
@@ -216,8 +233,6 @@ class GenerationBody(ModelBody):
         "length_penalty": Refused((None, 1), _BEAMS.instead),
         "early_stopping": _BEAMS,
         "best_of": Refused((None, 1), _BEAMS.instead),  # the value of n is accepted: see parse.py
-        "allowed_token_ids": Refused((None, []), "use guided_choice or guided_regex"),
-        "logits_processors": Refused((None, []), "use logit_bias or a grammar"),
         "guided_whitespace_pattern": Refused(
             (None,), "add x-guidance: {whitespace_pattern: ...} to the schema"
         ),
@@ -229,7 +244,6 @@ class GenerationBody(ModelBody):
         "structural_tag": Refused((), "use tools or a grammar"),
         "guided_json_object": Refused((None, False), "use response_format"),
         "return_tokens_as_token_ids": Refused((None, False), "use return_token_ids"),
-        "logprob_token_ids": Refused((None, []), "use top_logprobs"),
         "kv_transfer_params": Refused((None, {}), "the router chooses the workers"),
         "vllm_xargs": Refused((None, {}), "leave it out"),
     }

@@ -1,4 +1,4 @@
-"""Formats of OpenAI's chat and text completions, in one piece and as chunks."""
+"""Formats of OpenAI's chat and text completions, and vLLM's of token ids, whole and as chunks."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -9,6 +9,8 @@ from router.frontend.api.formats.prompt_logprobs import PromptView, token_key, t
 from router.frontend.api.tool_use.custom import ChatCalls, ShownCall
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.choice import Delta, ShownLogprob
+
+_NO_LOGPROB = -9999.0  # vLLM's value for tokens without one, such as those that end an answer
 
 
 class AnswerHead(NamedTuple):
@@ -21,7 +23,7 @@ class AnswerHead(NamedTuple):
 
 
 class _Format:
-    """Common part of both formats.
+    """Common part of the formats.
 
     Args:
         include_usage: Whether chunks have a ``usage`` field.
@@ -332,3 +334,59 @@ class CompletionFormat(_Format):
         if echoed is None:
             return columns
         return {name: echoed[name] + values for name, values in columns.items()}
+
+
+class TokensFormat(_Format):
+    """Format of vLLM's ``/inference/v1/generate``: token ids without text."""
+
+    def opening(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
+        """Return no chunk: the first one has tokens."""
+        self._first = self._prompt_ids(active_requests[0])
+        self._alternatives = active_requests[0].request.sampling.logprobs
+        return []
+
+    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
+        """Return no chunk: vLLM's streams do not have them."""
+        return []
+
+    def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
+        """Return a chunk with new tokens."""
+        first, self._first = self._first, {}
+        return {**self._chunk([self._choice(delta)]), **first}
+
+    def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
+        """Return the response in one piece, with all choices."""
+        active = active_requests[0]
+        self.opening(active_requests)
+        whole = self._chunk([self._choice(delta) for delta in active.record.take()])
+        whole |= {"model": self._head["model"], "created": self._head["created"]}
+        return {**whole, **self._vllm(active), **self._first, "usage": usage(active_requests)}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"request_id": self._head["id"], "output_mode": "tokens"}
+        return {**head, "choices": choices, "usage": None}
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        logprobs = None
+        if self._alternatives is not None:
+            content = [_scored(entry, self._alternatives) for entry in delta.logprobs]
+            rest = [_candidate(token, _NO_LOGPROB) for token in delta.token_ids[len(content) :]]
+            logprobs = {"content": content + [{**token, "top_logprobs": []} for token in rest]}
+        return {
+            "index": delta.choice,
+            "token_ids": delta.token_ids,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "logprobs": logprobs,
+        }
+
+
+def _scored(entry: ShownLogprob, alternatives: int) -> dict[str, Any]:
+    """Return a token with its candidates, itself first, as many as ``alternatives``."""
+    top = {item[0]: _candidate(*item, rank) for rank, item in enumerate(entry.top, start=1)}
+    own = top.pop(entry.token_id, None) or _candidate(entry.token_id, entry.logprob)
+    return {**own, "top_logprobs": [own, *top.values()][: max(alternatives, 1)]}
+
+
+def _candidate(token_id: int, logprob: float, rank: int | None = None) -> dict[str, Any]:
+    return {"token_id": token_id, "logprob": max(_NO_LOGPROB, logprob), "rank": rank}

@@ -1,0 +1,107 @@
+"""vLLM's calls for token ids: ``/inference/v1/generate``, and the calls that render prompts."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+
+from router.frontend.api.answer import Answer
+from router.frontend.api.bodies.chat import ChatBody
+from router.frontend.api.bodies.completion import CompletionBody
+from router.frontend.api.bodies.generate import GenerateBody, GenerateSampling, TokensBody
+from router.frontend.api.bodies.generation import GenerationBody
+from router.frontend.api.call_headers import client_id_of
+from router.frontend.api.endpoints import Endpoints
+from router.frontend.api.formats.openai import TokensFormat
+from router.frontend.api.generation import Arrival, Calls, events_of, format_parts
+from router.frontend.api.translation import Translation
+from router.frontend.off_loop import off_loop
+from router.process import Process
+from router.request import GenerationRequest
+
+_SAMPLING = "|".join(map(re.escape, GenerateSampling.model_fields))
+_NAMES = {r"prompt\b": "token_ids", rf"({_SAMPLING})\b": r"sampling_params.\1"}
+_FIELDS = Translation(fields={}, places=(), names=_NAMES)
+
+
+def routes(router: Process) -> Endpoints:
+    """Return the endpoints of vLLM's calls for token ids."""
+    api = Endpoints()
+    calls = _TokenCalls(router)
+
+    @api.post_body("/inference/v1/generate", GenerateBody)
+    async def generate(request: Request) -> Response:
+        """Continue token ids with token ids."""
+        return await calls.answer(request, "generate", GenerateBody, _TokenCalls.generate)
+
+    @api.post_body("/v1/chat/completions/render", ChatBody)
+    async def render_chat(request: Request) -> Response:
+        """Convert a chat to a body of ``/inference/v1/generate``, without running the model."""
+        return await calls.answer(request, "render", ChatBody, _TokenCalls.rendered)
+
+    @api.post_body("/v1/completions/render", CompletionBody)
+    async def render_completion(request: Request) -> Response:
+        """Convert each prompt to a body of ``/inference/v1/generate``."""
+        return await calls.answer(request, "render", CompletionBody, _TokenCalls.rendered)
+
+    return api
+
+
+class _TokenCalls(Calls):
+    async def generate(self, body: GenerateBody, arrival: Arrival) -> Response:
+        caller = arrival.caller
+        if not caller.client_id and body.request_id:
+            client_id = client_id_of({"x-request-id": body.request_id})
+            arrival = replace(arrival, caller=replace(caller, client_id=client_id))
+        completion = body.completion()
+        with _FIELDS.named():
+            (request,), span = await self.completion_requests(completion, arrival)
+        client_id = arrival.caller.client_id
+        answer_id = f"{TokensBody.id_prefix}-{client_id}" if client_id else request.answer_id
+        parts = format_parts(answer_id, completion, arrival.lane)
+        chunks = TokensFormat(**parts | {"token_ids": bool(body.return_token_ids)})
+        context = self.context("generate", request.answer_id, arrival, span)
+        events = events_of(chunks, completion)
+        return Answer(context, [request], events, stream=bool(body.stream))
+
+    async def rendered(self, body: ChatBody | CompletionBody, arrival: Arrival) -> Response:
+        grammar = await self.grammar(body, arrival)
+        preparer, caller = arrival.preparer, arrival.caller
+
+        def render() -> bytes:
+            if isinstance(body, ChatBody):
+                request = preparer.chat(body, caller, arrival.at_ns, grammar)
+                return msgspec.json.encode(_rendered(body, request))
+            requests = preparer.completions(body, caller, arrival.at_ns, grammar)
+            return msgspec.json.encode([_rendered(body, request) for request in requests])
+
+        content = await off_loop(arrival.size_bytes, render)
+        self._router.observer.answered("render", 200, caller.tenant)
+        return Response(content, media_type="application/json")
+
+
+def _rendered(body: GenerationBody, request: GenerationRequest) -> dict[str, Any]:
+    """Return the body of ``POST /inference/v1/generate`` that is the same request."""
+    sampling = msgspec.structs.asdict(request.sampling) | {
+        "seed": body.seed,
+        "stop": request.shown.stops,
+        "include_stop_str_in_output": request.shown.stop_text,
+        "skip_special_tokens": not request.shown.special_tokens,
+        "bad_words": body.bad_words,
+        "logit_bias": body.logit_bias,
+    }
+    grammar = sampling.pop("grammar")
+    sampling["structured_outputs"] = {"grammar": grammar} if grammar else None
+    options = body.stream_options
+    return {
+        "request_id": request.request_id,
+        "token_ids": request.prompt,
+        "sampling_params": sampling,
+        "model": body.model,
+        "stream": bool(body.stream),
+        "stream_options": options.model_dump() if options is not None else None,
+        "cache_salt": body.cache_salt,
+        "priority": request.priority,
+    }
