@@ -3,9 +3,14 @@
 import json
 import subprocess
 
+import pytest
+
 from fleet.cli.vllm_flags import FLAGS, INSTEAD
 from tests.vllm.places import PYTHON
 
+pytestmark = pytest.mark.skipif(
+    not PYTHON.exists(), reason="`make test-vllm` makes the environment"
+)
 OWN = {"--insecure"}  # of Baton
 OPTIONS = """
 import json
