@@ -229,8 +229,11 @@ async def test_blocks_come_back_from_memory_from_disk_and_after_a_restart(tmp_pa
     client = await EngineClient.start(settings)
     asked = Asked(client)
     first = [(await asked.ask(number))[0] for number in range(4)]
-    again = [await asked.ask(number) for number in range(4)]
-    assert [tokens for tokens, _ in again] == first
+    again: list[tuple[list[int], ev.Ended]] = []
+    rounds = 0  # as below: a busy host saves late
+    while not again or (any(not end.tier_tokens for _, end in again[:2]) and rounds < 100):
+        again, rounds = [await asked.ask(number) for number in range(4)], rounds + 1
+        assert [tokens for tokens, _ in again] == first
     assert all(end.tier_tokens.get("memory", 0) > 0 for _, end in again[:2])
     assert {tier.name for tier in asked.load.tiers} == {"memory", "disk"}
     assert await client.stop() == 0
