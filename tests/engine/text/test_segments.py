@@ -101,6 +101,7 @@ def test_words_that_a_token_joins_are_not_cut() -> None:
     assert not splits_between_words(lambda text: [32, *encode(text)], ["a"]), "it adds a space"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("model", SPECIAL)
 def test_added_special_tokens_stand_around_cached_texts(model) -> None:
     tokenizer = load_tokenizer(resolve_model(model).tokenizer_source())

@@ -46,6 +46,7 @@ def write(file: Path, *servers: Emulated, **more: object) -> None:
     scratch.replace(file)
 
 
+@pytest.mark.costly
 def test_servers_come_and_go_with_their_file(thread: ServerThread, tmp_path: Path) -> None:
     file = tmp_path / "servers.yaml"
     first = thread.start(replace(LIKE))
@@ -142,6 +143,7 @@ def test_a_fleet_of_unfit_servers_does_not_start(thread: ServerThread, tmp_path:
     assert "--enable-scale-out" in found[server.url.removeprefix("http://")]["text"]
 
 
+@pytest.mark.costly
 def test_a_running_fleet_takes_a_changed_list(thread: ServerThread, tmp_path: Path) -> None:
     servers = [thread.start(replace(LIKE)) for _ in range(2)]
     fleet = AttachedFleet(tmp_path, [servers[0].url])
