@@ -102,7 +102,7 @@ class SegmentEncoder:
         yield from self._pieces(text, start, len(text))
 
     def _pieces(self, text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield the pieces of a segment that are kept. They begin alike however it goes on."""
+        """Yield the pieces that are kept: a longer text has the same first ones."""
         while self._between_words and end - start >= 2 * _PIECE_CHARACTERS:
             cut = _BETWEEN_WORDS.search(text, start + _PIECE_CHARACTERS, end)
             if cut is None:

@@ -149,10 +149,10 @@ class Attachment:
         async def connect(context: StartContext, stack: AsyncExitStack) -> EngineHandle:
             stack.push_async_callback(link.stop)
             handle = EngineHandle(link)
-            if past is not None:
-                handle.rates.add(past)
             if "BATON_PICKER" in os.environ:
-                handle.rates = _UnmeasuredRates(past)
+                handle.rates = _UnmeasuredRates()
+            if past is not None:
+                StepRates.add(handle.rates, past)
             return handle
 
         worker = await Worker.start(settings, connect)
@@ -202,12 +202,7 @@ class Attachment:
 
 
 class _UnmeasuredRates(StepRates):
-    """Rates of a server whose requests come past Baton: those of its past, not of probes."""
-
-    def __init__(self, past: StepDone | None) -> None:
-        super().__init__()
-        if past is not None:
-            super().add(past)
+    """Rates of a server whose requests come past Baton: probes show nothing of its speed."""
 
     def add(self, step: StepDone) -> None:
         """Ignore a step."""

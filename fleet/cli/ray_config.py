@@ -20,7 +20,7 @@ def config_import(
     file: Annotated[Path, typer.Argument(help="LLMConfig, a list of them, or a Serve config.")],
     vllm: Annotated[
         str | None,
-        typer.Option(help="Interpreter with vLLM on all hosts. Default: Baton's engine."),
+        typer.Option(help="Python interpreter of vLLM on all hosts. Default: Baton's engine."),
     ] = None,
 ) -> None:
     """Print the fleet file that a YAML file of Ray Serve LLM stands for, and what it leaves out."""

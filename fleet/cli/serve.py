@@ -38,7 +38,9 @@ def serve(
     ] = None,
     vllm: Annotated[
         Path | None,
-        typer.Option(help="Interpreter with vLLM, which then runs the model. Default: Baton."),
+        typer.Option(
+            help="Python interpreter of vLLM, which runs the model. Default: Baton's engine."
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the fleet file that this stands for, and exit.")

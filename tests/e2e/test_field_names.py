@@ -1,4 +1,4 @@
-"""What dashboards, schedulers and scalers of others read is there, at a real router and workers."""
+"""A real router and workers export the metrics that dashboards and schedulers of others read."""
 
 from collections.abc import Iterator
 

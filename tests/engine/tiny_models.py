@@ -84,11 +84,16 @@ def build(name: str, **changes: Any) -> Any:
     config = getattr(transformers, f"{kind}Config")(**values)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    return filled(model, unit_norms=prefix == "Gemma3")
+
+
+def filled(model: Any, *, unit_norms: bool) -> Any:
+    """Fill a model with random weights; ``unit_norms`` are added to 1 by the model."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.normal_(0.0, 0.15, generator=generator)
-            if key.endswith("norm.weight") and prefix != "Gemma3":
+            if key.endswith("norm.weight") and not unit_norms:
                 weight += 1.0
     return model
 

@@ -1,10 +1,10 @@
-"""A collector of traces, as OpenTelemetry's own would listen: OTLP over gRPC and over HTTP."""
+"""A collector of traces, and a listener for other signals: OTLP over gRPC and over HTTP."""
 
 import gzip
 import http.server
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -59,14 +59,25 @@ def over_http() -> Iterator[tuple[Collector, str]]:
     """A collector that listens, and its endpoint."""
     collector = Collector()
 
+    def take(body: bytes, headers: dict[str, str]) -> None:
+        collector.take(ExportTraceServiceRequest.FromString(body), headers)
+
+    with listening("/v1/traces", take) as url:
+        yield collector, url
+
+
+@contextmanager
+def listening(path: str, take: Callable[[bytes, dict[str, str]], None]) -> Iterator[str]:
+    """A server that passes the bodies and headers of one path on, and its endpoint."""
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             if self.headers.get("content-encoding") == "gzip":
                 body = gzip.decompress(body)
-            headers = {key.lower(): value for key, value in self.headers.items()}
-            collector.take(ExportTraceServiceRequest.FromString(body), headers)
-            self.send_response(200)
+            if self.path == path:
+                take(body, {key.lower(): value for key, value in self.headers.items()})
+            self.send_response(200 if self.path == path else 404)
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
@@ -76,7 +87,7 @@ def over_http() -> Iterator[tuple[Collector, str]]:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield collector, f"http://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()

@@ -1,9 +1,6 @@
 """Metrics by OTLP, at a collector, with the names of the semantic conventions."""
 
 import asyncio
-import gzip
-import http.server
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +13,7 @@ from opentelemetry.semconv.attributes import error_attributes, server_attributes
 
 from baton.telemetry.metric_export import MetricExport
 from baton.telemetry.metrics import Metrics
+from tests.telemetry.otlp_collector import listening
 
 LABELS = {
     "gen_ai_operation_name": "chat",
@@ -31,24 +29,11 @@ LABELS = {
 def collector() -> Iterator[tuple[str, list[ExportMetricsServiceRequest]]]:
     received: list[ExportMetricsServiceRequest] = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.headers.get("Content-Encoding") == "gzip":
-                body = gzip.decompress(body)
-            received.append(ExportMetricsServiceRequest.FromString(body))
-            self.send_response(200 if self.path == "/v1/metrics" else 404)
-            self.end_headers()
+    def take(body: bytes, _: dict[str, str]) -> None:
+        received.append(ExportMetricsServiceRequest.FromString(body))
 
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", received
-        server.shutdown()
-        thread.join()
+    with listening("/v1/metrics", take) as url:
+        yield url, received
 
 
 async def exported(

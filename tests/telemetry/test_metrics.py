@@ -1,14 +1,10 @@
 """Metrics are declared, bounded and served; traces pass through whether or not anyone listens."""
 
 import asyncio
-import http.server
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.addresses import split_address
@@ -17,6 +13,7 @@ from baton.telemetry.metric_names import METRICS_BY_COMPONENT
 from baton.telemetry.metrics import MAX_LABEL_SETS, Metrics, serve_metrics
 from baton.telemetry.tracing import Tracing, extract, inject
 from baton.wire.tls import FleetTls
+from tests.telemetry.otlp_collector import over_http
 from tests.wire import certs
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -149,52 +146,17 @@ def test_without_an_endpoint_a_trace_still_passes_through(monkeypatch: pytest.Mo
     tracing.shutdown()
 
 
-class Collector(http.server.BaseHTTPRequestHandler):
-    """An OTLP collector that keeps what it is sent."""
-
-    received: list[ExportTraceServiceRequest]
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.headers.get("Content-Encoding") == "gzip":
-            import gzip
-
-            body = gzip.decompress(body)
-        self.received.append(ExportTraceServiceRequest.FromString(body))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-@pytest.fixture
-def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    received: list[ExportTraceServiceRequest] = []
-    handler = type("Handler", (Collector,), {"received": received})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", received
-        server.shutdown()
-        thread.join()
-
-
-def test_with_an_endpoint_spans_arrive_under_their_parent(
-    monkeypatch: pytest.MonkeyPatch, collector: tuple[str, list[ExportTraceServiceRequest]]
-) -> None:
-    url, received = collector
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+def test_with_an_endpoint_spans_arrive_under_their_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
-    tracing = Tracing("router")
-    with tracing.tracer.start_as_current_span("prefill", context=extract(PARENT)) as span:
-        assert inject(span) != PARENT
-        assert inject(span).split("-")[1] == PARENT.split("-")[1]
-    tracing.shutdown()
-    (resource,) = received[0].resource_spans
-    (sent,) = resource.scope_spans[0].spans
-    names = {item.key: item.value.string_value for item in resource.resource.attributes}
-    assert names["service.name"] == "baton-router"
+    with over_http() as (collector, url):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        tracing = Tracing("router")
+        with tracing.tracer.start_as_current_span("prefill", context=extract(PARENT)) as span:
+            assert inject(span) != PARENT
+            assert inject(span).split("-")[1] == PARENT.split("-")[1]
+        tracing.shutdown()
+    [[(service, sent)]] = collector.traces.values()
+    assert service == "baton-router"
     assert (sent.name, sent.parent_span_id.hex()) == ("prefill", PARENT.split("-")[2])
 
 

@@ -141,18 +141,22 @@ async def read_facts(origin: HttpOrigin, names: Sequence[str]) -> ServerFacts:
 def past_step(page: str) -> StepDone | None:
     """Return a step at the mean speed of all computed prompts, by a page of vLLM's metrics.
 
-    None for few or short prompts: their time is mostly overhead.
+    None for few or short prompts, whose time is mostly overhead, and for odd values.
     """
     sums = {"count": 0.0, "computed": 0.0, "time": 0.0}
-    for name, value in _PREFILLS.findall(page):
-        sums[_PREFILL_SUMS[name]] += float(value)
-    mean = int(sums["computed"] / max(sums["count"], 1.0))
-    if sums["count"] < _LEAST_PROMPTS or mean < _LEAST_MEAN_TOKENS or not sums["time"] > 0:
+    try:
+        for name, value in _PREFILLS.findall(page):
+            sums[_PREFILL_SUMS[name]] += float(value)
+        mean = int(sums["computed"] / max(sums["count"], 1.0))
+        mean_ns = round(sums["time"] / max(sums["count"], 1.0) * 1e9)
+    except (ValueError, OverflowError):
+        return None
+    if sums["count"] < _LEAST_PROMPTS or mean < _LEAST_MEAN_TOKENS or mean_ns <= 0:
         return None
     return StepDone(
         prompt_tokens=mean,
         prompt_context=context_tokens(0, mean),
-        duration_ns=round(sums["time"] / sums["count"] * 1e9),
+        duration_ns=mean_ns,
     )
 
 
@@ -359,7 +363,8 @@ class VllmServers:
 
     async def past_step(self, origin: HttpOrigin) -> StepDone | None:
         """Return a step at the speed of the prompts that a vLLM has computed; None: unknown."""
-        return past_step((await origin.fetch("GET", "/metrics", _ANSWER_S)).decode())
+        page = await origin.fetch("GET", "/metrics", _ANSWER_S)
+        return past_step(page.decode(errors="replace"))
 
     async def default_events(self, host: str, facts: ServerFacts) -> Endpoints:
         """Return the endpoints of KV events at vLLM's default ports, if all ranks have theirs."""

@@ -52,7 +52,7 @@ class VllmEngine(RemoteEngine):
 
     target = protocol.GENERATE
     is_attached = False
-    """Whether others have started vLLM."""
+    """Whether the server was not started by Baton."""
 
     def __init__(
         self,

@@ -43,6 +43,8 @@ from router.request import GenerationRequest, Routed
 from router.routing.requests.call import Call
 
 _Body = TypeVar("_Body", bound=ModelBody)
+_Generation = TypeVar("_Generation", bound=GenerationBody)
+_Prepared = TypeVar("_Prepared")
 
 
 def routes(router: Process) -> Endpoints:
@@ -228,16 +230,7 @@ class Calls:
         self, body: ChatBody, arrival: Arrival
     ) -> tuple[GenerationRequest, Span]:
         """Return the request of a chat and the span of its call, which the answer ends."""
-        span = gateway_span(self._router.tracing, "chat", body, arrival.caller)
-        arrival = arrival.traced(span)
-        preparer = arrival.preparer
-        with ended_on_error(span):
-            grammar = await self.grammar(body, arrival)
-            prepared = await off_loop(
-                arrival.size_bytes,
-                lambda: preparer.chat(body, arrival.caller, arrival.at_ns, grammar),
-            )
-        return prepared, span
+        return await self._requests_of("chat", body, arrival, Preparer.chat)
 
     async def prompt_tokens(self, endpoint: str, body: ChatBody, arrival: Arrival) -> int:
         """Return the number of prompt tokens of a chat, for a call that only counts them."""
@@ -270,16 +263,22 @@ class Calls:
         self, body: CompletionBody, arrival: Arrival
     ) -> tuple[list[GenerationRequest], Span]:
         """Return a request for each prompt, and the span of the call, which the answer ends."""
-        span = gateway_span(self._router.tracing, "text_completion", body, arrival.caller)
+        return await self._requests_of("text_completion", body, arrival, Preparer.completions)
+
+    async def _requests_of(
+        self,
+        operation: str,
+        body: _Generation,
+        arrival: Arrival,
+        prepare: Callable[[Preparer, _Generation, Caller, int, AnswerGrammar], _Prepared],
+    ) -> tuple[_Prepared, Span]:
+        span = gateway_span(self._router.tracing, operation, body, arrival.caller)
         arrival = arrival.traced(span)
-        preparer = arrival.preparer
         with ended_on_error(span):
             grammar = await self.grammar(body, arrival)
-            requests = await off_loop(
-                arrival.size_bytes,
-                lambda: preparer.completions(body, arrival.caller, arrival.at_ns, grammar),
-            )
-        return requests, span
+            call = (arrival.preparer, body, arrival.caller, arrival.at_ns, grammar)
+            prepared = await off_loop(arrival.size_bytes, lambda: prepare(*call))
+        return prepared, span
 
     async def grammar(self, body: GenerationBody, arrival: Arrival) -> AnswerGrammar:
         """Return the grammar of the answer after checking it."""

@@ -9,13 +9,13 @@ from baton.engine.core.pinned_blocks import Retention
 from tests.engine.core.test_block_owners import all_held, cached, filled, is_held
 from tests.engine.core.test_scheduler import make_core, request, run
 
-NOBODY = CacheOwner()
+NO_OWNER = CacheOwner()
 MINUTE = Retention(60, 0.5)
 SECOND_NS = 1_000_000_000
 
 
 def pinned(pool: BlockPool, count: int, seed: int, *, tenant="a", retention=MINUTE) -> list[int]:
-    blocks = filled(pool, count, NOBODY, seed)
+    blocks = filled(pool, count, NO_OWNER, seed)
     pool.keep(blocks, tenant, retention)
     pool.release(blocks)
     return blocks
@@ -28,7 +28,7 @@ def check(pool: BlockPool) -> None:
 def test_pinned_blocks_outlive_newer_ones_until_their_time_ends() -> None:
     pool = BlockPool(10)
     kept = pinned(pool, 4, 1)
-    newer = cached(pool, 6, NOBODY, 2)
+    newer = cached(pool, 6, NO_OWNER, 2)
     pool.release(pool.allocate(3))
     assert all_held(pool, kept) and sum(is_held(pool, block) for block in newer) == 3
     pool.pins.now_ns = 60 * SECOND_NS
@@ -49,13 +49,13 @@ def test_they_are_evicted_when_nothing_else_is_left() -> None:
 
 
 def test_above_the_budget_the_oldest_pins_of_the_tenant_end() -> None:
-    """Of a sequence that is too long, the beginning stays: without it the rest is worth nothing."""
+    """Of a long sequence the first blocks stay, as the others cannot be used without them."""
     pool = BlockPool(20)
     quarter = Retention(60, 0.25)
     old = pinned(pool, 3, 1, retention=quarter)
     other = pinned(pool, 5, 2, tenant="b", retention=quarter)
     new = pinned(pool, 8, 3, retention=quarter)
-    cached(pool, 4, NOBODY, 4)
+    cached(pool, 4, NO_OWNER, 4)
     pool.allocate(10)
     assert not any(is_held(pool, block) for block in old)
     assert all_held(pool, other) and all_held(pool, new[:5])
@@ -65,12 +65,13 @@ def test_above_the_budget_the_oldest_pins_of_the_tenant_end() -> None:
 
 def test_the_end_of_a_session_ends_its_pins_and_nobody_elses() -> None:
     pool = BlockPool(10)
-    ended, other = pinned(pool, 2, 1), pinned(pool, 2, 2, tenant="b")
+    ended = pinned(pool, 2, 1)
+    other = pinned(pool, 2, 2, tenant="b")
     for blocks in ended, other:
         pool.pin(blocks)
         pool.keep(blocks, "a", Retention(0, 0.5))
         pool.release(blocks)
-    cached(pool, 6, NOBODY, 3)
+    cached(pool, 6, NO_OWNER, 3)
     pool.allocate(2)
     assert not any(is_held(pool, block) for block in ended) and all_held(pool, other)
     check(pool)
@@ -91,7 +92,8 @@ def test_a_tenant_above_its_share_keeps_what_it_has_pinned() -> None:
     kept = filled(pool, 2, owner, 1)
     pool.keep(kept, "a", Retention(60, 0.3))
     pool.release(kept)
-    rest, others = cached(pool, 4, owner, 2), cached(pool, 4, NOBODY, 3)
+    rest = cached(pool, 4, owner, 2)
+    others = cached(pool, 4, NO_OWNER, 3)
     pool.allocate(3)
     assert all_held(pool, kept) and all_held(pool, others)
     assert sum(is_held(pool, block) for block in rest) == 1

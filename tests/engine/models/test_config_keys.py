@@ -32,7 +32,7 @@ def edited(folder: Path, name: str, edit: Callable[[Config], object], **changes:
 
 
 def loaded(folder: Path) -> Any:
-    """What transformers reads from the same folder."""
+    """Return the configuration that transformers reads from the same folder."""
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()

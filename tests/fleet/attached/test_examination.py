@@ -87,10 +87,20 @@ def test_the_speed_of_past_prompts_is_that_of_their_sums() -> None:
     assert rates.prompt_fit.token_s == pytest.approx(1 / 4000)
 
 
-@pytest.mark.parametrize("page", ["", page_of((0, 0, 0.0)), page_of((3, 3000, 1.0))])
-@pytest.mark.parametrize("short", [False, True])
-def test_few_or_short_prompts_show_no_speed(page: str, short: bool) -> None:
-    assert past_step(page_of((90, 9000, 9.0)) if short else page) is None
+@pytest.mark.parametrize(
+    "page",
+    [
+        "",
+        page_of((0, 0, 0.0)),
+        page_of((3, 3000, 1.0)),
+        page_of((90, 9000, 9.0)),
+        page_of((9, 9000, 0.0)),
+        *(page_of((9, 9000, float(odd))) for odd in ("nan", "inf", "-1")),
+        page_of((9, 9000, 1.0)).replace("9000.0", "many"),
+    ],
+)
+def test_few_short_or_senseless_prompts_show_no_speed(page: str) -> None:
+    assert past_step(page) is None
 
 
 async def test_the_speed_is_read_from_a_server_with_a_past() -> None:

@@ -29,7 +29,7 @@ def made(kind: type[errors.BatonError], retry_after_s: float = 2.0) -> errors.Ba
 
 
 def repeats(error: errors.BatonError) -> set[bool]:
-    """What the two clients do."""
+    """Return whether each of the two clients would send the request again."""
     clients = (
         (openai.OpenAI(api_key="k"), OPENAI_ERRORS),
         (anthropic.Anthropic(api_key="k"), MESSAGES_ERRORS),
