@@ -100,9 +100,13 @@ def _cpu_s() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run that keeps CPU seconds if a test without the marker ``costly`` takes too many."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Fail a run that keeps CPU seconds if a test without the marker ``costly`` takes too many.
+
+    That is printed last: of a long output often only the end is kept.
+    """
+    yield
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     if "BATON_CPU_TIMES" not in os.environ or terminal is None:
         return

@@ -8,9 +8,10 @@ import pytest
 from fleet.cli.vllm_flags import FLAGS, INSTEAD
 from tests.vllm.places import PYTHON
 
-pytestmark = pytest.mark.skipif(
-    not PYTHON.exists(), reason="`make test-vllm` makes the environment"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="`make test-vllm` makes the environment"),
+]
 OWN = {"--insecure"}  # of Baton
 OPTIONS = """
 import json
