@@ -7,6 +7,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +19,10 @@ from baton.model.artifact import resolve_model
 from baton.text.tokenizer import load_tokenizer
 from benchmarks.llamacpp import Peer, PeerError, cache_folder
 from tests.e2e.fleet_processes import free_port
+from tests.fleet.attached.envoy import Envoy
 from tests.fleet.attached.rig import MODEL, AttachedFleet, Background
 from tests.fleet.test_up import wait_for
+from tests.registry.redis_servers import free_ports
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(300)]
 LONG = "List of animals: cat, dog, cow, pig, hen, fox, bee, ant, owl, bat, rat, elk, " * 4
@@ -232,6 +235,40 @@ def test_tenants_that_share_no_cache_use_none(peer: Peer, model: Path, tmp_path:
     finally:
         fleet.close()
         server.stop()
+
+
+@pytest.mark.costly
+def test_a_gateway_sends_turns_where_their_prefix_is_cached(pair: Pair, tmp_path: Path) -> None:
+    """`baton epp` and Envoy in front of the same servers: four stories, then their next turns."""
+    [picker_port] = free_ports(1)
+    urls = [server.url for server in pair.servers]
+    options = ("epp", "--grpc-port", str(picker_port))
+    picker = AttachedFleet(tmp_path, urls, "llama-server", options=options)
+    envoy = None
+
+    def ask(story: int, question: str) -> tuple[str, int]:
+        text = f"Story {story}. {LONG * 4} {question}"
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
+        url = f"{envoy.streamed}/v1/chat/completions"
+        answer = httpx.post(url, json=body, trust_env=False, timeout=120)
+        assert answer.status_code == 200, answer.text
+        cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return answer.headers["x-upstream"], cached
+
+    try:
+        picker.wait_ready()
+        envoy = Envoy(tmp_path, picker_port, [server.port for server in pair.servers])
+        with ThreadPoolExecutor(2) as pool:
+            firsts = list(pool.map(lambda story: ask(story, "Why?"), range(4)))
+        time.sleep(3.5)  # beyond what is only expected of a placement
+        for story, (server, _) in enumerate(firsts):
+            again, cached = ask(story, "And then?")
+            assert (again, cached > 200) == (server, True), (story, firsts)
+        assert len({server for server, _ in firsts}) == 2
+    finally:
+        if envoy is not None:
+            envoy.close()
+        picker.close()
 
 
 def test_a_response_goes_on_when_its_server_is_killed(pair: Pair) -> None:
