@@ -240,7 +240,8 @@ class EmulatedVllm:
         of = f'{{model_name="{one.model}",engine="0"}}'
         held = self.cache.held_blocks / one.blocks
         lines += [
-            f"vllm:num_requests_running{of} {self.running}",
+            f"vllm:num_requests_running{of} {max(self.running - self.waiting, 0)}",
+            f"vllm:generation_tokens_total{of} {self.sent}",
             f"vllm:num_requests_waiting{of} {self.waiting}",
             f"vllm:kv_cache_usage_perc{of} {held}",
             f"vllm:prefix_cache_queries_total{of} {self.prompts}",

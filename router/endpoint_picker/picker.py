@@ -1,8 +1,9 @@
 """Choice of a server for each request of a gateway, by the placement of the router's lanes.
 
-The router neither sends these requests nor gets reports on them. So their load counts from the
-choice to the end of the gateway's stream. Prefixes at a server without KV events are those of the
-requests that were sent there, corrected by the cached tokens that its responses report.
+The router does not send these requests. Their load counts from the choice to the end of the
+gateway's stream; that of other pickers and clients is in the servers' reports. Prefixes at a server
+without KV events are those of the requests that were sent there, corrected by the cached tokens
+that its responses report.
 """
 
 from dataclasses import replace
@@ -12,7 +13,9 @@ from time import monotonic_ns
 from baton.engine.remote.cached_prefixes import RecentBlocks
 from baton.types.errors import UnavailableError
 from baton.types.geometry import BLOCK_TOKENS
+from baton.wire.compatibility import external_engine
 from router.endpoint_picker.gateway_stream import SUBSET, GatewayStream
+from router.endpoint_picker.own_load import OwnLoad
 from router.endpoint_picker.past_requests import read_request
 from router.frontend.off_loop import off_loop
 from router.lane import Lane
@@ -28,6 +31,7 @@ class Picker:
     def __init__(self, process: Process) -> None:
         self.metrics = process.metrics
         self._lanes = process.lanes
+        self.own = OwnLoad()
         self._recent: dict[bytes, RecentBlocks] = {}  # by incarnation
 
     @property
@@ -53,7 +57,13 @@ class Picker:
             present = {each.incarnation for each in self._lanes.slots}
             self._recent = {key: kept for key, kept in self._recent.items() if key in present}
             note = partial(lane.prefix_index.observe, incarnation)
-            self._recent[incarnation] = RecentBlocks(slot.record.kv_blocks, block_tokens, note)
+            engine = external_engine(slot.link.capabilities) if slot.link is not None else ""
+            self._recent[incarnation] = RecentBlocks(
+                slot.record.kv_blocks,
+                block_tokens,
+                note,
+                by_slot=engine.startswith("llama-server "),
+            )
         return self._recent.get(incarnation)
 
 
@@ -79,6 +89,9 @@ class Picked:
         self._metrics = picker.metrics
         self._computed = False
         self._placement = placer.place(request, quote=quote)
+        self._own = picker.own
+        self._own.began(slot.worker_id, request.sampling.n)
+        lane.gateway.on_report = self._own.leave_out
         self._recent = picker.recent_of(lane, slot)
         if self._recent is not None:
             blocks = max(len(request.prompt) - 1, 0) // BLOCK_TOKENS  # the last token is not cached
@@ -106,6 +119,8 @@ class Picked:
     def end(self, stream: GatewayStream) -> None:
         """Note the end of the stream, and correct what is known by the response's usage."""
         self._placer.release(self._request.request_id)
+        worker_id = self._placement.decode_id
+        self._own.ended(worker_id, self._request.sampling.n, monotonic_ns())
         cached_tokens, completion_tokens = stream.usage()
         if self._computed and completion_tokens is not None:
             self._placer.learn(self._request, completion_tokens)

@@ -22,6 +22,7 @@ import httpx
 import pytest
 
 from baton.engine.remote.http import HttpOrigin
+from baton.engine.vllm.metrics_page import read_load
 from tests.engine.vllm.record import FRANCE
 from tests.fleet.attached.envoy import SUBSET_HEADER, Envoy
 from tests.fleet.attached.rig import AttachedFleet
@@ -341,6 +342,26 @@ def test_nothing_is_left_at_the_servers_after_aborted_requests(attached: Attache
     for server in (attached.events, attached.silent):
         for name in ("num_requests_running", "num_requests_waiting"):
             wait_for(lambda server=server, name=name: server.gauge(name) == 0.0, 10)  # type: ignore[misc]
+
+
+def test_requests_of_other_clients_count_as_load_of_their_server(attached: Attached) -> None:
+    server = attached.silent
+    body = {"model": "smol", "prompt": STORY[:400], "max_tokens": 1000, "ignore_eos": True}
+
+    def reported() -> int:
+        (worker,) = [one for one in attached.fleet.workers() if one["host"] == "silent"]
+        return int(worker["running"])
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            call = {"json": {**body, "stream": True}, "trust_env": False, "timeout": 60}
+            stream = httpx.stream("POST", f"{server.url}/v1/completions", **call)
+            next(stack.enter_context(stream).iter_lines())
+        wait_for(lambda: reported() == 3, 20)
+        load = asyncio.run(read_load(HttpOrigin.of_url(server.url)))
+        assert (load.running, load.waiting) == (3, 0)
+        assert load.prompt_tokens >= load.computed_tokens > 0
+    wait_for(lambda: reported() == 0, 20)
 
 
 def test_a_response_goes_on_when_its_server_is_killed(attached: Attached) -> None:

@@ -132,7 +132,7 @@ class AttachedLlamaServer(AttachedEngine):
         facts: ServerFacts,
         artifact: ModelArtifact,
     ) -> None:
-        self._cached = ApproximatePrefixes(facts.blocks, BLOCK_TOKENS, send)
+        self._cached = ApproximatePrefixes(facts.blocks, BLOCK_TOKENS, send, by_slot=True)
         config = artifact.config
         super().__init__(send, origin, self._cached, facts.blocks, config.vocab_size)
         self._artifact = artifact

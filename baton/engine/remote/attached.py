@@ -15,6 +15,7 @@ import msgspec
 from baton.engine.remote.engine import RemoteEngine
 from baton.engine.remote.http import HttpOrigin, RefusedError, StatusError
 from baton.engine.remote.live_request import LiveRequest
+from baton.engine.remote.others import ServerLoad
 from baton.model.artifact import ModelArtifact
 from baton.types import events as ev
 from baton.types.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
@@ -189,6 +190,18 @@ class AttachedEngine(RemoteEngine):
     @abstractmethod
     def _suspect(self) -> None:
         """Let the server be looked at."""
+
+    async def _follow_others(self, read: Callable[[], Awaitable[ServerLoad]]) -> None:
+        """Report the load of the server's other clients, as often as it is looked at."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            own = self._meter.sequences
+            try:
+                load = await read()
+            except BatonError:
+                continue  # `ServerWatch` judges the server
+            if self._meter.others.observe(load, max(own, self._meter.sequences)):
+                self._send(self._status())
 
     def _checked(
         self, request: LiveRequest, choice: int, reports: list[ev.Tokens]

@@ -62,11 +62,19 @@ class RecentBlocks:
         blocks: Number of Baton's blocks that the server can hold; 0: it caches nothing.
         block_tokens: Tokens of one of its blocks, a multiple of Baton's.
         on_change: Called with each change of Baton's index.
+        by_slot: Whether each slot of the server keeps the KV of its last prompt, as llama-server's
+            do. A prompt in another slot misses its blocks there, and shows nothing of others.
     """
 
     def __init__(
-        self, blocks: int, block_tokens: int, on_change: Callable[[CacheChanged], None]
+        self,
+        blocks: int,
+        block_tokens: int,
+        on_change: Callable[[CacheChanged], None],
+        *,
+        by_slot: bool = False,
     ) -> None:
+        self._by_slot = by_slot
         self._most = blocks
         self._block_tokens = block_tokens
         self._on_change = on_change
@@ -100,8 +108,8 @@ class RecentBlocks:
     def correct(self, expected: tuple[int, ...], cached_tokens: int) -> tuple[int, ...]:
         """Take the cached tokens that the server reports, and return what was cached."""
         blocks = cached_tokens // BLOCK_TOKENS
-        if blocks >= len(expected):
-            return expected
+        if blocks >= len(expected) or self._by_slot:
+            return expected[:blocks]
         removed: list[bytes] = []
         while self._used and next(iter(self._used.values())) <= expected[blocks]:
             removed.append(self._used.popitem(last=False)[0])
@@ -134,9 +142,14 @@ class ApproximatePrefixes(CachedPrefixes):
     """Blocks of own requests, without I/O; arguments as those of `RecentBlocks`."""
 
     def __init__(
-        self, blocks: int, block_tokens: int, on_change: Callable[[CacheChanged], None]
+        self,
+        blocks: int,
+        block_tokens: int,
+        on_change: Callable[[CacheChanged], None],
+        *,
+        by_slot: bool = False,
     ) -> None:
-        self._recent = RecentBlocks(blocks, block_tokens, on_change)
+        self._recent = RecentBlocks(blocks, block_tokens, on_change, by_slot=by_slot)
 
     @property
     def held_blocks(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from baton.engine.remote.others import OtherLoad
 from baton.types.events import StepDone
 from baton.types.geometry import BLOCK_TOKENS, context_tokens
 from baton.types.pool_counts import BlockCounts
@@ -53,9 +54,14 @@ class SequenceProgress:
 
 
 class LoadMeter:
-    """Steps and load of one engine; ``total_blocks`` are Baton's blocks in its pool."""
+    """Steps and load of one engine; ``total_blocks`` are Baton's blocks in its pool.
+
+    Attributes:
+        others: Load of the server's other clients.
+    """
 
     def __init__(self, total_blocks: int) -> None:
+        self.others = OtherLoad()
         self._total_blocks = total_blocks
         self._rows: dict[tuple[str, int], SequenceProgress] = {}
         self._step = 0
@@ -68,6 +74,11 @@ class LoadMeter:
     def submitted(self, request_id: str, choice: int, row: SequenceProgress) -> None:
         """Add a sequence that waits."""
         self._rows[request_id, choice] = row
+
+    @property
+    def sequences(self) -> int:
+        """Number of the worker's live sequences."""
+        return len(self._rows)
 
     def row(self, request_id: str, choice: int) -> SequenceProgress:
         """Return a live sequence."""
@@ -145,19 +156,26 @@ class LoadMeter:
         """Return the load, without figures of a step."""
         answering = [row for row in self._rows.values() if row.first_ns and not row.held]
         waiting = [row for row in self._rows.values() if not row.first_ns]
+        others = self.others
+        answering_context = sum(row.context for row in answering)
+        queued_tokens = sum(row.uncached for row in waiting)
+        queued_context = sum(
+            context_tokens(row.prompt_tokens - row.uncached, row.prompt_tokens) for row in waiting
+        )
+        of_other = context_tokens(
+            others.prompt_tokens - others.computed_tokens, others.prompt_tokens
+        )
         return StepDone(
             step=self._step,
             present=True,
-            running=len(answering) + bool(waiting),
-            waiting=max(len(waiting) - 1, 0),
-            answering=len(answering),
-            answering_context=sum(row.context for row in answering),
-            coming_context=sum(row.prompt_tokens for row in waiting),
-            queued_prompt_tokens=sum(row.uncached for row in waiting),
-            queued_prompt_context=sum(
-                context_tokens(row.prompt_tokens - row.uncached, row.prompt_tokens)
-                for row in waiting
-            ),
+            running=len(answering) + bool(waiting) + others.running,
+            waiting=max(len(waiting) - 1, 0) + others.waiting,
+            answering=len(answering) + others.running,
+            answering_context=answering_context + others.running * others.prompt_tokens,
+            coming_context=sum(row.prompt_tokens for row in waiting)
+            + others.waiting * others.prompt_tokens,
+            queued_prompt_tokens=queued_tokens + others.waiting * others.computed_tokens,
+            queued_prompt_context=queued_context + others.waiting * of_other,
             blocks=self._blocks(cached_blocks),
         )
 

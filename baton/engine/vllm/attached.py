@@ -29,24 +29,17 @@ from baton.engine.vllm.control import VllmControl, log
 from baton.engine.vllm.engine import VllmEngine, VllmParts
 from baton.engine.vllm.facts import VllmFacts, hand_off_id
 from baton.engine.vllm.hand_off_nixl import NixlHandOff
+from baton.engine.vllm.metrics_page import past_step, read_load, read_metrics
 from baton.model.artifact import ModelArtifact
 from baton.types.errors import BatonError, InvalidRequestError, UnavailableError
 from baton.types.events import StepDone
-from baton.types.geometry import BLOCK_TOKENS, context_tokens
+from baton.types.geometry import BLOCK_TOKENS
 
 _ANSWER_S = 5.0
 _CHECK_S = 30.0  # for one token, the queue of a busy server included
 _CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _STARTED = re.compile(r"^process_start_time_seconds (\S+)", re.MULTILINE)
-_PREFILL_SUMS = {
-    "prefill_kv_computed_tokens_count": "count",
-    "prefill_kv_computed_tokens_sum": "computed",
-    "prefill_time_seconds_sum": "time",
-}
-_PREFILLS = re.compile(rf"^vllm:request_({'|'.join(_PREFILL_SUMS)})\{{.*\}} (\S+)", re.MULTILINE)
-_LEAST_PROMPTS = 4
-_LEAST_MEAN_TOKENS = 128
 _CHECKED_TOKENS = 4
 _EVENTS_PORT = 5557  # of rank 0, if `--kv-events-config` has no other
 _GREETING_S = 0.5
@@ -117,7 +110,7 @@ async def read_facts(origin: HttpOrigin, names: Sequence[str]) -> ServerFacts:
     except (msgspec.DecodeError, KeyError, TypeError) as error:
         raise UnfitServerError(f"{origin.name} is no vLLM server: {error}") from None
     served = _served(origin, await _read_cards(origin), names)
-    page = (await origin.fetch("GET", "/metrics", _ANSWER_S)).decode(errors="replace")
+    page = await read_metrics(origin)
     caches = [dict(_LABEL.findall(labels)) for labels in _CACHE.findall(page)]
     if not caches:
         raise UnfitServerError(
@@ -135,28 +128,6 @@ async def read_facts(origin: HttpOrigin, names: Sequence[str]) -> ServerFacts:
         * (caches[0].get("enable_prefix_caching") != "False"),
         ranks=len(caches),
         started=started[1] if started is not None else "",
-    )
-
-
-def past_step(page: str) -> StepDone | None:
-    """Return a step at the mean speed of all computed prompts, by a page of vLLM's metrics.
-
-    None for few or short prompts, whose time is mostly overhead, and for odd values.
-    """
-    sums = {"count": 0.0, "computed": 0.0, "time": 0.0}
-    try:
-        for name, value in _PREFILLS.findall(page):
-            sums[_PREFILL_SUMS[name]] += float(value)
-        mean = int(sums["computed"] / max(sums["count"], 1.0))
-        mean_ns = round(sums["time"] / max(sums["count"], 1.0) * 1e9)
-    except (ValueError, OverflowError):
-        return None
-    if sums["count"] < _LEAST_PROMPTS or mean < _LEAST_MEAN_TOKENS or mean_ns <= 0:
-        return None
-    return StepDone(
-        prompt_tokens=mean,
-        prompt_context=context_tokens(0, mean),
-        duration_ns=mean_ns,
     )
 
 
@@ -315,6 +286,7 @@ class AttachedVllm(AttachedEngine, VllmEngine):
         control = _AttachedControl(origin, self._watch)
         parts = VllmParts(origin, control, prefixes, NixlHandOff(facts.block_tokens))
         super().__init__(send, parts, own, model.artifact.config, model.max_adapters)
+        self._vital(self._follow_others(partial(read_load, origin)), "load of others")
 
     def _named(self, body: bytes, spec: RequestSpec) -> bytes:
         """Return a body that a server of another model refuses."""
@@ -363,8 +335,7 @@ class VllmServers:
 
     async def past_step(self, origin: HttpOrigin) -> StepDone | None:
         """Return a step at the speed of the prompts that a vLLM has computed; None: unknown."""
-        page = await origin.fetch("GET", "/metrics", _ANSWER_S)
-        return past_step(page.decode(errors="replace"))
+        return past_step(await read_metrics(origin))
 
     async def default_events(self, host: str, facts: ServerFacts) -> Endpoints:
         """Return the endpoints of KV events at vLLM's default ports, if all ranks have theirs."""

@@ -11,8 +11,10 @@ the affected HTTP handlers are woken.
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from time import monotonic_ns
 
+from batonpb.common_pb2 import WorkerStatus
 from batonpb.decode_pb2 import (
     Cancel,
     Hello,
@@ -95,6 +97,7 @@ class Gateway:
             later=lambda s, look: asyncio.get_running_loop().call_later(s, look),
         )
         self._dispatcher = Dispatcher(core, self.workers, self.placer, observer, self.router_id)
+        self.on_report: Callable[[str, WorkerStatus, int], None] | None = None  # before its use
         self.active: dict[str, ActiveRequest] = {}
         self._shadows: dict[str, ActiveRequest] = {}  # copies that run, the oldest first
         self.kept = KeptRecords(core.settings.kept_records)

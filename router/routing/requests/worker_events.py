@@ -132,6 +132,8 @@ class WorkerEvents:
         gateway = self._gateway
         now_ns = monotonic_ns()
         if frame.HasField("status"):
+            if gateway.on_report is not None:
+                gateway.on_report(link.worker_id, frame.status, now_ns)
             gateway.workers.note_transfers(link, frame.status.transfers)
             gateway.tickets.seen(frame.status.highest_ticket)
             if gateway.workers.leaves(link) and not gateway.stopping:

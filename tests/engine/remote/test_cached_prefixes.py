@@ -15,9 +15,9 @@ BLOCK = 32
 class Known:
     """An approximate index, and the set that its changes make."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, *, by_slot: bool = False) -> None:
         self.held: set[bytes] = set()
-        self.prefixes = ApproximatePrefixes(blocks, BLOCK, self._change)
+        self.prefixes = ApproximatePrefixes(blocks, BLOCK, self._change, by_slot=by_slot)
 
     def _change(self, change: ev.CacheChanged) -> None:
         assert not self.held & set(change.stored)
@@ -100,6 +100,16 @@ def test_a_server_that_has_lost_a_block_has_lost_what_was_used_before_it() -> No
     assert known.cached(prompt_of(1000)) == 96  # computed again
     assert known.cached(prompt_of(0)) == 0
     assert known.cached(prompt_of(2000)) == 96
+
+
+def test_a_prompt_that_misses_its_blocks_in_a_slot_shows_nothing_of_others() -> None:
+    known = Known(1000, by_slot=True)
+    known.serve(prompt_of(0))
+    known.serve(prompt_of(1000))
+    known.serve([*prompt_of(1000, 64), *prompt_of(5000, 33)], cached=0)  # 64 were expected
+    assert known.cached(prompt_of(0)) == 96
+    assert known.cached(prompt_of(1000)) == 96
+    assert known.cached([*prompt_of(1000, 64), *prompt_of(5000, 33)]) == 96
 
 
 def test_a_part_of_a_prompt_that_is_still_cached_stays_known() -> None:

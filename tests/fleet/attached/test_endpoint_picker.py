@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
@@ -214,6 +215,33 @@ def test_a_client_that_leaves_takes_its_load_along(rig: Rig) -> None:
     wait_for(lambda: ended() >= before + 17, 3)
     chosen = {upstream(rig.ask(tokens(32))) for _ in range(12)}
     assert chosen == {server.name for server in rig.servers}
+
+
+@pytest.mark.costly
+def test_several_pickers_see_each_others_load(rig: Rig, tmp_path: Path) -> None:
+    """Eight long responses of one at a server; a second picker chooses the other server."""
+    [port] = free_ports(1)
+    options = ("epp", "--grpc-port", str(port))
+    sources = [{"url": f"http://{server.name}", "events": []} for server in rig.servers]
+    more = AttachedFleet(tmp_path, sources, options=options, served_model_name=SMOL)
+    envoy = None
+    try:
+        more.wait_ready()
+        envoy = Envoy(tmp_path, port, [server.port for server in rig.servers])
+        wait_for(lambda: more.ready() == {server.name for server in rig.servers}, 20)
+        with contextlib.ExitStack() as stack:
+            for _ in range(8):  # ten seconds each
+                stack.enter_context(open_stream(rig, 2000, rig.silent))
+            wait_for(lambda: more.workers()[rig.silent.name]["running"] == 8, 10)
+            url = f"{envoy.streamed}/v1/completions"
+            chosen = [upstream(post(url, json=completion(tokens(64)))) for _ in range(6)]
+            assert chosen == [rig.speaking.name] * 6
+            assert rig.fleet.workers()[rig.silent.name]["running"] == 0  # its own are booked
+        wait_for(lambda: more.workers()[rig.silent.name]["running"] == 0, 10)
+    finally:
+        if envoy is not None:
+            envoy.close()
+        more.close()
 
 
 def test_the_usage_corrects_what_is_known_of_a_server_without_events(rig: Rig) -> None:

@@ -8,7 +8,8 @@ import pytest
 from baton.engine.process.step_rates import StepRates
 from baton.engine.remote.attached import UnfitServerError
 from baton.engine.remote.http import HttpOrigin
-from baton.engine.vllm.attached import VllmServers, examine, past_step
+from baton.engine.vllm.attached import VllmServers, examine
+from baton.engine.vllm.metrics_page import past_step, server_load
 from baton.types.errors import UnavailableError
 from benchmarks.emulated_vllm import GENERATE, EmulatedServer, Emulation
 
@@ -101,6 +102,19 @@ def test_the_speed_of_past_prompts_is_that_of_their_sums() -> None:
 )
 def test_few_short_or_senseless_prompts_show_no_speed(page: str) -> None:
     assert past_step(page) is None
+
+
+def test_the_load_is_the_sum_over_ranks() -> None:
+    gauges = ["num_requests_running", "num_requests_waiting", "generation_tokens_total"]
+    lines = [f'vllm:{name}{{engine="{rank}"}} {rank + 2}.0' for name in gauges for rank in (0, 1)]
+    page = "\n".join(lines) + "\n" + page_of((6, 6000, 1.5))
+    load = server_load(page)
+    assert (load.running, load.waiting, load.computed_tokens) == (5, 5, 1000)
+    assert load.prompt_tokens == 1000  # at least what was computed
+    odd = server_load(page.replace("2.0", "-7").replace(" 3.0", " 1e300"))
+    assert (odd.running, odd.waiting) == (10_000_000, 10_000_000)
+    with pytest.raises(UnavailableError, match="odd values"):
+        server_load(page.replace("2.0", "nan"))
 
 
 async def test_the_speed_is_read_from_a_server_with_a_past() -> None:

@@ -216,6 +216,27 @@ def test_a_dead_server_leaves_and_comes_back(pair: Pair) -> None:
     pair.fleet.wait_for_servers(*pair.servers, limit_s=10)
 
 
+def test_requests_of_other_clients_at_a_server_are_part_of_its_load(pair: Pair) -> None:
+    """Eight of them stream from the first server; those of the fleet go to the second one."""
+    crowded, free = pair.servers
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    call = {"json": body, "trust_env": False, "timeout": 60}
+    others = [
+        Background(lambda: httpx.post(f"{crowded.url}/v1/completions", **call)) for _ in range(8)
+    ]
+    wait_for(lambda: crowded.running == 8, 10)
+    host = crowded.url.removeprefix("http://")
+    wait_for(lambda: pair.fleet.workers()[host]["running"] == 8, 10)
+    for server in pair.servers:
+        server.bodies.clear()
+    for number in range(6):
+        pair.fleet.complete(4, [number + 3, *PROMPT])
+    assert (len(asked(crowded)), len(asked(free))) == (0, 6)
+    for each in others:
+        assert each.result().status_code == 200
+    wait_for(lambda: pair.fleet.workers()[host]["running"] == 0, 10)
+
+
 def test_all_servers_dead_is_an_error_with_a_status(pair: Pair) -> None:
     for server in pair.servers:
         server.emulation.fault = "500"

@@ -1,0 +1,63 @@
+"""Load of a server that does not come from its worker, from what the server reports. Sans-IO.
+
+Other clients, routers of other fleets and gateways may use the same server. It reports how many
+sequences it runs; those that the worker has not sent are of others. Both numbers change all the
+time, so of the last two reports the smaller difference counts.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_IDLE_REPORTS = 10  # a server that computes nothing may still report a request that was aborted
+
+
+class ServerLoad(NamedTuple):
+    """Load that a server reports.
+
+    Attributes:
+        running: Sequences that it runs; ``waiting`` those in its queue.
+        prompt_tokens: Mean tokens of past prompts; ``computed_tokens`` those that were not cached.
+        work: A number that changes whenever the server has computed something.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    work: float = 0.0
+
+
+@dataclass(slots=True)
+class OtherLoad:
+    """Load of others.
+
+    Attributes:
+        running: Their sequences that run; ``waiting`` those that wait.
+        prompt_tokens: Expected tokens of each prompt; ``computed_tokens`` those to compute.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    _excess: int = 0  # of the last report
+    _work: float = -1.0
+    _idle_reports: int = 0
+
+    def observe(self, load: ServerLoad, own: int) -> bool:
+        """Note a report; return whether the load of others has changed.
+
+        ``own`` is the largest number of the worker's sequences since the report was asked for.
+        """
+        before = self.running, self.waiting
+        self._idle_reports = 0 if load.work != self._work else self._idle_reports + 1
+        self._work = load.work
+        reported = load.running + load.waiting
+        excess = max(reported - own, 0) if self._idle_reports < _IDLE_REPORTS else 0
+        others = min(excess, self._excess)
+        self._excess = excess
+        self.waiting = round(others * load.waiting / reported) if others else 0
+        self.running = others - self.waiting
+        self.prompt_tokens = load.prompt_tokens
+        self.computed_tokens = load.computed_tokens
+        return (self.running, self.waiting) != before

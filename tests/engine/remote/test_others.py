@@ -1,0 +1,43 @@
+"""Load of others at a server: what it reports, without the worker's own sequences."""
+
+from baton.engine.remote.load import LoadMeter
+from baton.engine.remote.others import OtherLoad, ServerLoad
+
+
+def reported(running: int, waiting: int = 0, work: float = 0.0) -> ServerLoad:
+    return ServerLoad(running, waiting, prompt_tokens=100, computed_tokens=40, work=work)
+
+
+def test_the_smaller_excess_of_two_reports_counts():
+    others = OtherLoad()
+    assert not others.observe(reported(5, work=1), own=3)
+    assert others.observe(reported(9, work=2), own=3)
+    assert (others.running, others.waiting) == (2, 0)
+    assert others.observe(reported(4, 4, work=3), own=2)
+    assert (others.running, others.waiting) == (3, 3)
+    assert others.observe(reported(1, work=4), own=4)  # fewer than its own: it is behind
+    assert (others.running, others.waiting) == (0, 0)
+
+
+def test_a_server_that_computes_nothing_for_long_has_no_others():
+    """vLLM reports an aborted request until its next step."""
+    others = OtherLoad()
+    states = []
+    for _ in range(12):
+        others.observe(reported(1, work=7), own=0)
+        states.append(others.running)
+    assert states == [0] + [1] * 9 + [0] * 2
+    others.observe(reported(1, work=8), own=0)
+    others.observe(reported(1, work=9), own=0)
+    assert others.running == 1
+
+
+def test_the_load_of_others_is_part_of_the_status():
+    meter = LoadMeter(total_blocks=100)
+    meter.others.observe(reported(3, 2, work=1), own=0)
+    meter.others.observe(reported(3, 2, work=2), own=0)
+    status = meter.status(cached_blocks=0)
+    assert (status.running, status.waiting, status.answering) == (3, 2, 3)
+    assert (status.answering_context, status.coming_context) == (300, 200)
+    assert status.queued_prompt_tokens == 80
+    assert status.queued_prompt_context == 2 * sum(range(60, 100))
