@@ -352,11 +352,13 @@ def test_requests_of_other_clients_count_as_load_of_their_server(attached: Attac
         (worker,) = [one for one in attached.fleet.workers() if one["host"] == "silent"]
         return int(worker["running"])
 
+    reading = []  # an iterator that is dropped closes its stream
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             call = {"json": {**body, "stream": True}, "trust_env": False, "timeout": 60}
             stream = httpx.stream("POST", f"{server.url}/v1/completions", **call)
-            next(stack.enter_context(stream).iter_lines())
+            reading.append(stack.enter_context(stream).iter_lines())
+            next(reading[-1])
         wait_for(lambda: reported() == 3, 20)
         load = asyncio.run(read_load(HttpOrigin.of_url(server.url)))
         assert (load.running, load.waiting) == (3, 0)
