@@ -108,8 +108,7 @@ class PairSums {
     }
     alignas(64) uint16_t weights[R][kStep];
     float fix[R];
-    for (int r = 0; r < R; ++r)
-      fix[r] = weigh(rows[r], found[r], blocks, begin, scale_, weights[r]);
+    weigh<R>(rows, found, blocks, begin, scale_, weights, fix);
     const int pairs = blocks * kBlock / 2;
     for (int v = 0; v < V; v += kChunk)
       blend<R, kChunk>(sums + 16 * v, kDim, fix, weights, values + v, V, pairs, ahead);

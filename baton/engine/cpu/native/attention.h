@@ -63,27 +63,49 @@ inline __m512 keep(float* to, __m512 weights) {
   return rounded;
 }
 
-// One step of the online softmax of one row: its weights, rounded to bf16 whatever type holds them,
-// and the factor of the sums so far.
-template <class W>
-inline float weigh(Row& row, const __m512* found, int blocks, int begin, float scale, W* weights) {
+// Scores of one row in a step, and the largest so far.
+inline float scale_scores(const Row& row, const __m512* found, int blocks, int begin, float scale,
+                          __m512* scores) {
   const __m512 never = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  __m512 score[kStepBlocks], most = never;
+  __m512 most = never;
   for (int b = 0; b < blocks; ++b) {
     const __mmask16 mask = seen(begin + b * kBlock, row.first, row.position);
-    score[b] = _mm512_mask_mul_ps(never, mask, found[b], _mm512_set1_ps(scale));
-    most = _mm512_max_ps(most, score[b]);
+    scores[b] = _mm512_mask_mul_ps(never, mask, found[b], _mm512_set1_ps(scale));
+    most = _mm512_max_ps(most, scores[b]);
   }
-  const float max = std::max(row.max, _mm512_reduce_max_ps(most));
-  const float fix = _mm512_cvtss_f32(exp_nonpositive(_mm512_set1_ps(row.max - max)));
+  return std::max(row.max, _mm512_reduce_max_ps(most));
+}
+
+// Weights of these scores, and their sum, with the factor of the sums so far.
+template <class W>
+inline void take_weights(Row& row, const __m512* scores, int blocks, float max, float fix,
+                         W* weights) {
   __m512 sum = _mm512_setzero_ps();
   for (int b = 0; b < blocks; ++b) {
-    const __m512 exact = exp_nonpositive(_mm512_sub_ps(score[b], _mm512_set1_ps(max)));
+    const __m512 exact = exp_nonpositive(_mm512_sub_ps(scores[b], _mm512_set1_ps(max)));
     sum = _mm512_add_ps(sum, keep(weights + b * kBlock, exact));
   }
   row.max = max;
   row.sum = _mm512_fmadd_ps(row.sum, _mm512_set1_ps(fix), sum);
-  return fix;
+}
+
+// One step of the online softmax of R rows: their weights, rounded to bf16 whatever type holds them,
+// and the factors of the sums so far.
+template <int R, class W>
+inline void weigh(Row* rows, const __m512 (*found)[kStepBlocks], int blocks, int begin, float scale,
+                  W (*weights)[kStep], float* fix) {
+  __m512 scores[R][kStepBlocks];
+  alignas(64) float falls[16] = {};
+  float max[R];
+  for (int r = 0; r < R; ++r) {
+    max[r] = scale_scores(rows[r], found[r], blocks, begin, scale, scores[r]);
+    falls[r] = rows[r].max - max[r];
+  }
+  _mm512_store_ps(falls, exp_nonpositive(_mm512_load_ps(falls)));  // all rows at once
+  for (int r = 0; r < R; ++r) {
+    fix[r] = falls[r];
+    take_weights(rows[r], scores[r], blocks, max[r], fix[r], weights[r]);
+  }
 }
 
 // Calls each(first, count, blocks) for the rows that see keys of a step, up to `most` at a time.
@@ -108,7 +130,7 @@ void attend(const Call& c, const Span& span, int kv_head, int first, int count) 
   alignas(64) float sums[kMaxRows * dim];
   alignas(64) __m512i keys[kStepBlocks * dim / 2];
   alignas(64) __m512i values[kStep / 2 * V];
-  Ahead ahead;
+  Ahead ahead(pages.token_bytes, vector_bytes(pages.format, dim));
   const int total = count * c.group;
   for (int i = 0; i < total; ++i) {
     const int query = first + i / c.group, head = kv_head * c.group + i % c.group;
@@ -131,16 +153,12 @@ void attend(const Call& c, const Span& span, int kv_head, int first, int count) 
         std::memset(values + b * kBlock / 2 * V, 0, kBlock / 2 * V * sizeof(__m512i));
         continue;
       }
-      const long place = pages.place(span, at) + kv_head * pages.head_bytes;
-      pack(pages.keys + place, pages.values + place, pages.token_bytes, valid, dim,
-           keys + b * dim / 2, values + b * kBlock / 2 * V);
+      pack(pages.vectors(span, at, kv_head), pages.token_bytes, valid, dim, keys + b * dim / 2,
+           values + b * kBlock / 2 * V);
     }
     ahead.clear();
-    for (int at = begin + kStep; at < begin + 2 * kStep && at <= last; at += kBlock) {
-      const long place = pages.place(span, at) + kv_head * pages.head_bytes;
-      ahead.add(pages.keys + place, pages.token_bytes, vector_bytes(pages.format, dim));
-      ahead.add(pages.values + place, pages.token_bytes, vector_bytes(pages.format, dim));
-    }
+    for (int at = begin + kStep; at < begin + 2 * kStep && at <= last; at += kBlock)
+      ahead.add(pages.vectors(span, at, kv_head));
     by.take_in(rows, total, sums, keys, values, begin, ahead);
   }
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // lane order to dims

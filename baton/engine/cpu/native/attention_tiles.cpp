@@ -101,13 +101,13 @@ inline void blend(float* sums, const float* fix, const float (*weights)[kStep],
 // Clears the sign of zeros.
 inline __m512 unsigned_zero(__m512 sum) { return _mm512_add_ps(sum, _mm512_setzero_ps()); }
 
-// Weights of one row, with zeros up to a whole half.
-template <class W>
-inline float weigh_halves(Row& row, const __m512* found, int blocks, int begin, float scale,
-                          W* weights) {
-  const float fix = weigh(row, found, blocks, begin, scale, weights);
-  if (blocks % 2) std::memset(weights + blocks * kBlock, 0, kBlock * sizeof(W));
-  return fix;
+// Weights of R rows, with zeros up to a whole half.
+template <int R, class W>
+inline void weigh_halves(Row* rows, const __m512 (*found)[kStepBlocks], int blocks, int begin,
+                         float scale, W (*weights)[kStep], float* fix) {
+  weigh<R>(rows, found, blocks, begin, scale, weights, fix);
+  for (int r = 0; r < R && blocks % 2; ++r)
+    std::memset(weights[r] + blocks * kBlock, 0, kBlock * sizeof(W));
 }
 
 // See `attend`: by FMA.
@@ -149,8 +149,7 @@ class FmaSums {
     if (block < blocks) scores<R, 1, V>(queries, keys, ahead, found, block);
     alignas(64) float weights[R][kStep];
     float fix[R];
-    for (int r = 0; r < R; ++r)
-      fix[r] = weigh_halves(rows[r], found[r], blocks, begin, scale_, weights[r]);
+    weigh_halves<R>(rows, found, blocks, begin, scale_, weights, fix);
     for (int v = 0; v < V; v += 2)
       blend<R, 2, V>(sums + 16 * v, fix, weights, values + v, (blocks + 1) / 2, ahead);
   }
@@ -192,8 +191,9 @@ class TileSums {
       for (int r = 0; r < group.rows; ++r) {
         ahead.fetch();
         ahead.fetch();
-        const float fix = weigh_halves(rows[group.first + r], found_[g % 2][r], group.blocks,
-                                       begin, scale_, weights_[r]);
+        float fix;
+        weigh_halves<1>(rows + group.first + r, found_[g % 2] + r, group.blocks, begin, scale_,
+                        weights_ + r, &fix);
         for (int d = 0; d < kDim; d += 16) {
           float* const sum = at + r * kDim + d;
           _mm512_store_ps(sum, _mm512_mul_ps(_mm512_load_ps(sum), _mm512_set1_ps(fix)));

@@ -34,6 +34,12 @@ struct Span {      // queries of one sequence
   int32_t table;   // offset of its block table in `tables`
 };
 
+// A block's K and V of one head.
+struct Vectors {
+  const uint8_t* keys;
+  const uint8_t* values;
+};
+
 struct Pages {
   uint8_t* keys;
   uint8_t* values;
@@ -44,6 +50,11 @@ struct Pages {
   long place(const Span& span, int position) const {
     const long block = tables[span.table + position / kBlock];
     return (block * kBlock + position % kBlock) * token_bytes;
+  }
+
+  Vectors vectors(const Span& span, int position, int head) const {
+    const long at = place(span, position) + head * head_bytes;
+    return {keys + at, values + at};
   }
 };
 
@@ -116,42 +127,43 @@ inline void pack_values(const uint8_t* values, long token_bytes, int valid, int 
   }
 }
 
-// Prefetches the next step's K and V during this one's computation, a few lines at a time: pages lie
-// anywhere, so no hardware predicts them, and all at once they would wait for each other.
+// Prefetches the next step's K and V of a head during this one's computation, a token at a time: pages
+// lie anywhere, so no hardware predicts them, and all at once they would wait for each other.
 class Ahead {
  public:
-  void clear() { next_ = end_ = 0; }
+  Ahead(long token_bytes, long vector_bytes) : token_bytes_(token_bytes), bytes_(vector_bytes) {}
 
-  void add(const uint8_t* vectors, long token_bytes, long bytes) {
-    for (int t = 0; t < kBlock; ++t)
-      for (long line = 0; line < bytes; line += 64)
-        lines_[end_++] = vectors + t * token_bytes + line;
-  }
+  void clear() { count_ = at_ = 0; }
+  void add(Vectors block) { blocks_[count_++] = block; }
 
   void fetch() {
-    if (next_ == end_) return;
-    for (int i = 0; i < kFetch; ++i)
-      _mm_prefetch(lines_[next_ + i], _MM_HINT_T1);
-    next_ += kFetch;
+    if (at_ == count_ * kBlock) return;
+    const Vectors& block = blocks_[at_ / kBlock];
+    const long token = at_ % kBlock * token_bytes_;
+    for (long line = 0; line < bytes_; line += 64) {
+      _mm_prefetch(block.keys + token + line, _MM_HINT_T1);
+      _mm_prefetch(block.values + token + line, _MM_HINT_T1);
+    }
+    ++at_;
   }
 
  private:
-  static constexpr int kFetch = 4;
-  int next_ = 0, end_ = 0;
-  const uint8_t* lines_[2 * kStep * kMaxDim / 32];
+  const long token_bytes_, bytes_;
+  int count_ = 0, at_ = 0;  // of the blocks, and the next token
+  Vectors blocks_[kStepBlocks];
 };
 
 // K and V of a block, of which `valid` tokens are used, as operands.
 template <int F>
-void pack(const uint8_t* keys, const uint8_t* values, long token_bytes, int valid, int dim,
-          __m512i* packed_keys, __m512i* packed_values) {
+void pack(Vectors from, long token_bytes, int valid, int dim, __m512i* packed_keys,
+          __m512i* packed_values) {
   for (int d = 0; d < dim; d += 32) {
-    pack_keys<F>(keys, token_bytes, valid, d, dim, packed_keys + d / 2);
-    pack_values<F>(values, token_bytes, valid, d, dim, packed_values + d / 16, dim / 16);
+    pack_keys<F>(from.keys, token_bytes, valid, d, dim, packed_keys + d / 2);
+    pack_values<F>(from.values, token_bytes, valid, d, dim, packed_values + d / 16, dim / 16);
   }
 }
 
-using PackFn = void (*)(const uint8_t*, const uint8_t*, long, int, int, __m512i*, __m512i*);
+using PackFn = void (*)(Vectors, long, int, int, __m512i*, __m512i*);
 
 inline PackFn pack_of(int format) {
   return format == kInt8 ? pack<kInt8> : format == kFp8 ? pack<kFp8> : pack<kBf16>;
