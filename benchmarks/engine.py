@@ -6,14 +6,18 @@ The machine is noisy, so read the ratio: median time of the dense program divide
 of the engine (scheduler and sampling included), taken in turns. 1.0 is equal, more is faster.
 Several engines can be compared: ``exact`` and ``fast``, or ``exact`` with fewer bits (``int8``,
 ``int4`` weights; ``+kv``: int8 KV too).
+
+A decode step reads all weights, and the KV of each sequence. The read bound is the time of reading
+as many bytes in order, with as many threads, measured in the same turns; 1.00 is as fast.
+``--long`` measures 8 x 8,192 and 1 x 30,000 tokens beside this bound alone.
 """
 
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.engine.llm import DEFAULT_MODEL
+from baton.engine.loading.memory import kv_geometry
 from baton.engine.loading.open import load_weights
 from baton.engine.numerics import Numerics
 from baton.engine.selfcheck.dense import DenseLlama
@@ -45,15 +50,21 @@ PREFILLS = (512, 2048)
 BATCHES = (32, 16, 4, 1)
 CONTEXTS = (128, 1024)
 STEPS = 6
+LONG = ((8, 8192), (1, 30_000))
+READ_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Result of a case: medians in tokens/s, and each engine's ratio to the dense program."""
+    """Result of a case: medians in tokens/s, each engine's ratio to the dense program.
+
+    ``bound`` is the fraction of the read bound that each engine without fewer bits reaches.
+    """
 
     case: str
     tokens_per_s: dict[str, float]
     ratio: dict[str, float]
+    bound: dict[str, float] = field(default_factory=dict)
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -72,19 +83,25 @@ class Bench:
         engines: Sequence[str],
         rounds: int,
         console: Console,
+        long: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._rounds = rounds
         self._console = console
+        self._long = long
         need = max(BATCHES) * (max(CONTEXTS) + 256)
+        need = max(need, *(batch * (context + 512) for batch, context in long), 0)
         blocks = max(need, 2 * max(PREFILLS)) // 16 + 16
+        self._read = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+        self._kv_bytes = kv_geometry(artifact.config, dtype, 1).pool_bytes // 16
         with torch.inference_mode():
             weights = load_weights(artifact, dtype)
-            length = max(*PREFILLS, max(CONTEXTS) + STEPS + 2)
-            # prefill needs a long cache for one row, decode a shorter one for many
-            self._dense_long = DenseLlama(artifact.config, weights, 1, length)
-            self._dense = DenseLlama(
-                artifact.config, weights, max(BATCHES), max(CONTEXTS) + STEPS + 2
-            )
+            self._weight_bytes = sum(weight.nbytes for weight in weights.values())
+            if "head" in weights:  # of the embeddings, few rows are read
+                self._weight_bytes -= weights["embed"].nbytes
+            if long:
+                weights = {}
+            if weights:
+                self._make_dense(artifact, weights)
         self._engines = {}
         for name in engines:
             numerics, kept, kv = ENGINES[name]
@@ -93,8 +110,22 @@ class Bench:
         self._vocab = artifact.config.vocab_size
         self.figures: list[Figure] = []
 
+    def _make_dense(self, artifact: ModelArtifact, weights: dict[str, torch.Tensor]) -> None:
+        length = max(*PREFILLS, max(CONTEXTS) + STEPS + 2)
+        # prefill needs a long cache for one row, decode a shorter one for many
+        self._dense_long = DenseLlama(artifact.config, weights, 1, length)
+        self._dense = DenseLlama(artifact.config, weights, max(BATCHES), max(CONTEXTS) + STEPS + 2)
+
     def run(self) -> None:
         """Measure everything; fills ``figures``."""
+        for batch, context in self._long:
+            for mode, engine in self._engines.items():
+                warm = engine.warm(batch, context)
+                self._decode(batch, context, {mode: engine}, dense=False)
+                engine.cancel(warm)
+                engine.step()
+        if self._long:
+            return
         for tokens in PREFILLS:
             self._prefill(tokens)
         for context in CONTEXTS:
@@ -110,13 +141,21 @@ class Bench:
             for mode, engine in self._engines.items():
                 engine.cancel(names[mode])
 
-    def _record(self, case: str, tokens: int, times: dict[str, list[float]]) -> None:
-        median = {name: statistics.median(values) for name, values in times.items()}
+    def _record(
+        self, case: str, tokens: int, times: dict[str, list[float]], read_bytes: int = 0
+    ) -> None:
+        median = {name: statistics.median(values) for name, values in times.items() if values}
+        read_s = median.pop("read", 0.0) * read_bytes / READ_BYTES
         rate = {name: tokens / value for name, value in median.items()}
-        ratio = {name: median["dense"] / median[name] for name in self._engines}
-        self.figures.append(Figure(case, rate, ratio))
-        found = ", ".join(f"{name} x {value:.2f}" for name, value in ratio.items())
-        self._console.print(f"{case}: dense {rate['dense']:.0f} tokens/s, {found}")
+        engines = [name for name in self._engines if name in median]
+        ratio = {name: median["dense"] / median[name] for name in engines if "dense" in median}
+        whole = [name for name in engines if read_s and ENGINES[name][1:] == ("none", "")]
+        bound = {name: read_s / median[name] for name in whole}
+        self.figures.append(Figure(case, rate, ratio, bound))
+        shown = [f"{name} {value:.0f} tokens/s" for name, value in rate.items()]
+        shown += [f"{name} x {value:.2f}" for name, value in ratio.items()]
+        shown += [f"{name} {value:.2f} of the read bound" for name, value in bound.items()]
+        self._console.print(f"{case}: {', '.join(shown)}")
 
     def _prefill(self, tokens: int) -> None:
         prompt = torch.randint(self._vocab, (1, tokens))
@@ -130,21 +169,36 @@ class Bench:
                     times[name].append(value)
         self._record(f"prefill {tokens}", tokens, times)
 
-    def _decode(self, batch: int, context: int) -> None:
-        times: dict[str, list[float]] = {"dense": [], **{mode: [] for mode in self._engines}}
+    def _decode(
+        self,
+        batch: int,
+        context: int,
+        engines: Mapping[str, EngineUnderTest] | None = None,
+        *,
+        dense: bool = True,
+    ) -> None:
+        engines = self._engines if engines is None else engines
+        times: dict[str, list[float]] = {"read": [], "dense": [], **{mode: [] for mode in engines}}
         for turn in range(self._rounds + 1):
             tokens = torch.randint(self._vocab, (batch, 1))
-            for position in range(context, context + STEPS):
+            for position in range(context, context + STEPS if dense else context):
                 began = time.perf_counter()
                 tokens = self._dense.step(tokens, position)
                 if turn:
                     times["dense"].append(time.perf_counter() - began)
-            for mode, engine in self._engines.items():
+            for mode, engine in engines.items():
                 for _ in range(STEPS):
                     value = _timed(engine.step)
                     if turn:
                         times[mode].append(value)
-        self._record(f"decode {batch} x {context}", batch, times)
+            for _ in range(STEPS):
+                times["read"].append(_timed(self._read.sum))
+        read_bytes = self._weight_bytes + batch * context * self._kv_bytes
+        self._record(f"decode {batch} x {context}", batch, times, read_bytes)
+
+
+def _shown(figures: Mapping[str, float], name: str, form: str = "{:.2f}") -> str:
+    return form.format(figures[name]) if name in figures else ""
 
 
 def main(
@@ -153,6 +207,9 @@ def main(
     dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     engines: Annotated[str, typer.Option(help=f"Names from {', '.join(ENGINES)}.")] = "exact,fast",
     rounds: Annotated[int, typer.Option(help="Interleaved repetitions.")] = 5,
+    long: Annotated[bool, typer.Option("--long", help="Only long contexts that the model has.")] = (
+        False
+    ),
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
 ) -> None:
     """Measure the engine against a dense torch program and print the ratios."""
@@ -161,14 +218,20 @@ def main(
     names = engines.split(",")
     if unknown := set(names) - set(ENGINES):
         raise typer.BadParameter(f"--engines: unknown {sorted(unknown)}; use {', '.join(ENGINES)}")
-    bench = Bench(resolve_model(model), dtype, names, rounds, console)
+    artifact = resolve_model(model)
+    most = artifact.config.max_context_tokens
+    cases = [(batch, min(context, most - 256)) for batch, context in LONG] if long else []
+    bench = Bench(artifact, dtype, names, rounds, console, cases)
     bench.run()
     table = Table(title=f"tokens/s and ratio to the dense program; {dtype}, {threads} threads")
-    for column in ("case", "dense", *names, *(f"{name} ratio" for name in names)):
+    whole = [name for name in names if ENGINES[name][1:] == ("none", "")]
+    heads = [f"{name} ratio" for name in names]
+    for column in ("case", "dense", *names, *heads, *(f"{name} of bound" for name in whole)):
         table.add_column(column, justify="left" if column == "case" else "right")
     for f in bench.figures:
-        rates = (f"{rate:.0f}" for rate in f.tokens_per_s.values())
-        table.add_row(f.case, *rates, *(f"{ratio:.2f}" for ratio in f.ratio.values()))
+        rates = (_shown(f.tokens_per_s, name, "{:.0f}") for name in ("dense", *names))
+        ratios = [_shown(f.ratio, name) for name in names]
+        table.add_row(f.case, *rates, *ratios, *(_shown(f.bound, name) for name in whole))
     console.print(table)
     if json_file is not None:
         record = {
