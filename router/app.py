@@ -87,7 +87,7 @@ def build_app(process: Process) -> FastAPI:
     app.add_middleware(CallHeaders, metrics=process.metrics, strict=settings.clients.strict)
     made = _endpoints(process)
     for endpoints in made:
-        app.include_router(endpoints)
+        app.router.routes.extend(endpoints.routes)  # `include_router` would build each again
     app.direct = [route for endpoints in made for route in endpoints.direct]
     has_keys = process.access.needs_key
     app.add_middleware(Reserve, router=process)

@@ -1,40 +1,15 @@
 """A real router and workers export the metrics that dashboards and schedulers of others read."""
 
-from collections.abc import Iterator
-
-import httpx
 import pytest
-from prometheus_client import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.fleet_processes import NAME, chat, fleet, free_port
+from tests.e2e.conftest import Pages, Pair
+from tests.e2e.fleet_processes import NAME
 from tests.telemetry import field_names
-
-Pages = dict[str, dict[str, Metric]]
-PORT = free_port()
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
-    """Families without ``vllm:``, of the router's monitoring port and of both workers."""
-    also = f"clients: {{monitoring: {{port: {PORT}}}}}\n"
-    with fleet(tmp_path_factory.mktemp("f"), "prefill-0", "decode-0", also=also) as running:
-        for text in ("Name a river. " * 20, "Name a river. " * 20, "Another."):
-            body = chat(text, max_tokens=6)
-            sent = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60)
-            assert sent.status_code == 200
-        addresses = [worker.record.metrics_address for worker in running.workers.values()]
-        router, prefill, decode = map(families, (f"127.0.0.1:{PORT}", *addresses))
-        yield {"router": router, "prefill": prefill, "decode": decode}
-
-
-def families(address: str) -> dict[str, Metric]:
-    page = httpx.get(f"http://{address}/metrics", timeout=10).text
-    return {
-        family.name.removeprefix("vllm:"): family
-        for family in text_string_to_metric_families(page)
-        if family.name.startswith("vllm:")
-    }
+def pages(pair: Pair) -> Pages:
+    return pair.pages
 
 
 def series(pages: Pages) -> dict[str, list[dict[str, str]]]:

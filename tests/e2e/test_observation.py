@@ -1,17 +1,19 @@
 """Ask it why: metrics that add up, targets, records of requests, one trace per request."""
 
+import secrets
+
 import httpx
 import pytest
 
-from tests.e2e.fleet_processes import NAME, chat, fleet, samples, soon, total
-from tests.telemetry.otlp_collector import over_grpc
+from tests.e2e.fleet_processes import NAME, chat, samples, soon, total
 
 
-def ask(shared, text: str, mode: str = "auto", **fields) -> httpx.Response:
+def ask(shared, text: str, mode: str = "auto", trace="", **fields) -> httpx.Response:
+    parent = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"} if trace else {}
     answer = httpx.post(
         f"{shared.url}/v1/chat/completions",
         json=chat(text, **fields),
-        headers={"x-baton-mode": mode},
+        headers={"x-baton-mode": mode, **parent},
         timeout=30,
     )
     assert answer.status_code == 200, answer.text
@@ -78,19 +80,12 @@ def test_the_artifact_record(shared):
         assert record[key], key
 
 
-@pytest.mark.costly
-async def test_one_trace_per_request_across_all_processes(tmp_path, monkeypatch):
+async def test_one_trace_per_request_across_all_processes(pair):
     """By real OTLP over gRPC, from three processes."""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
-    with over_grpc() as (collector, endpoint):
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
-        with fleet(tmp_path, "prefill-0", "decode-0") as running:
-            ask(running, "Trace me.", "disaggregated", max_tokens=3)
-            spans = collector.traces
-            trace = await soon(
-                lambda: next((t for t in list(spans.values()) if len(t) >= 7), None), 15
-            )
+    trace_id = secrets.token_hex(16)
+    ask(pair.fleet, "Trace me.", "disaggregated", trace_id, max_tokens=3)
+    trace = pair.collector.traces[bytes.fromhex(trace_id)]
+    await soon(lambda: len(trace) >= 7, 15)
     names = {span.name for _, span in trace}
     assert names == {
         *(f"chat {NAME}", "baton.queue", "baton.attempt", "baton.delivery"),

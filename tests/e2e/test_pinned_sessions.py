@@ -1,18 +1,11 @@
 """A session that a client pins is cached after others have filled the pools of both workers."""
 
 import httpx
-import pytest
 
-from tests.e2e.fleet_processes import Fleet, chat, fleet
+from tests.e2e.conftest import PAIR_BLOCKS, Pair
+from tests.e2e.fleet_processes import Fleet, chat
 
 SESSION_WORDS = 290
-BLOCKS = 160
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    with fleet(tmp_path_factory.mktemp("pins"), "prefill-0", "decode-0", kv_blocks=BLOCKS) as made:
-        yield made
 
 
 def ask(running: Fleet, name: str, turns: int, **hints: object) -> dict[str, int]:
@@ -28,10 +21,12 @@ def ask(running: Fleet, name: str, turns: int, **hints: object) -> dict[str, int
     return {"prompt": usage["prompt_tokens"], **usage["prompt_tokens_details"]}
 
 
-def test_a_pinned_session_is_cached_when_others_have_filled_the_pools(running: Fleet) -> None:
+def test_a_pinned_session_is_cached_when_others_have_filled_the_pools(pair: Pair) -> None:
+    running = pair.fleet
     first = ask(running, "k", 1, prompt_cache_retention="1h")
     ask(running, "u", 1)
-    assert 0.2 < first["prompt"] / (BLOCKS * 16) < 0.25, "within the budget; five fill the pool"
+    share = first["prompt"] / (PAIR_BLOCKS * 16)
+    assert 0.2 < share < 0.25, "within the budget; five fill the pool"
     for name in "vwxyz":
         ask(running, name, 1)
     kept = ask(running, "k", 2)

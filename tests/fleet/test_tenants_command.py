@@ -84,9 +84,8 @@ async def test_retention_is_set_and_unset(fleet) -> None:
     assert json.loads(await run(fleet, "ls", "--json"))["tenants"] == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+async def test_wrong_values_are_named(fleet) -> None:
+    for arguments, said in (
         (("set", "team"), "give at least one limit, such as --rpm 600"),
         (("set", "team", "--slo-ttft-s", "1"), "missing required field `itl_s` - at `$.slo`"),
         (("set", "team", "--weight", "-1"), "Expected `float` >= 0.01 - at `$.weight`"),
@@ -94,10 +93,8 @@ async def test_retention_is_set_and_unset(fleet) -> None:
         (("set", "team", "--log-text", "no"), "--log-text no: use on, off or default"),
         (("set", "team", "--rpm", "-3"), "Expected `int` >= 1 - at `$.rpm`"),
         (("set", "a b", "--rpm", "3"), "TENANT 'a b': must be 1 to 64 characters"),
-    ],
-)
-async def test_wrong_values_are_named(fleet, arguments, said) -> None:
-    assert said in await run(fleet, *arguments, code=1)
+    ):
+        assert said in await run(fleet, *arguments, code=1)
 
 
 ALL = (

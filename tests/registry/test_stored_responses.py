@@ -38,13 +38,13 @@ async def test_a_response_is_its_tenants_alone(registry):
     assert (await total(registry), await total(registry, "one")) == (0, 0)
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a\nb", "a" * 65, "*", "../x", "of one", "é"])
-async def test_a_name_that_is_none_finds_nothing(registry, name):
+async def test_a_name_that_is_none_finds_nothing(registry):
     store = stored(registry)
     await store.put("one", "resp_1", b"x")
-    assert await store.get("one", name) is None
-    assert not await store.delete("one", name)
-    assert await store.get("one", "resp_1") == b"x"
+    for name in ("", "a b", "a\nb", "a" * 65, "*", "../x", "of one", "é"):
+        assert await store.get("one", name) is None
+        assert not await store.delete("one", name)
+        assert await store.get("one", "resp_1") == b"x"
 
 
 async def test_the_least_recently_used_of_the_tenant_goes_first(registry):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 import sys
@@ -9,7 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
+import fastapi.routing
 import httpx
 import pytest
 import uvicorn
@@ -20,6 +23,7 @@ from baton.model.artifact import resolve_model
 from baton.registry.redis_store import Registry
 from baton.registry.types import WorkerRecord
 from baton.wire.fleet_token import FleetToken
+from router import served_model
 from router.app import build_app
 from router.frontend.http.protocol import server_config
 from router.process import Process
@@ -34,6 +38,41 @@ from tests.router.static_directory import StaticDirectory
 MODEL = "smollm2"
 SOURCES = {field.name for field in fields(Sources)}
 OPS = {"authorization": "Bearer secret"}  # the fleet's token
+
+
+def _once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep what a function returns, and its arguments, whose ids may be in the key."""
+    kept: dict[Any, tuple[Any, ...]] = {}
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **more: Any) -> Any:
+        name = key(*arguments, **more)
+        if name not in kept:
+            kept[name] = (function(*arguments, **more), arguments)
+        return kept[name][0]
+
+    return call
+
+
+# The tests build hundreds of routers, whose endpoints have the same parameters and responses, and
+# most of which have the same tokenizer: together a third of the CPU time of a test.
+_read_parameters = _once(
+    fastapi.routing._build_dependant_with_parameterless_dependencies,
+    lambda *, path, call, dependencies: (path, call.__code__),
+)
+
+
+def _parameters_of(*, call: Callable[..., Any], **more: Any) -> tuple[Any, ...]:
+    dependant, *others = _read_parameters(call=call, **more)
+    return replace(dependant, call=call), *others
+
+
+fastapi.routing._build_dependant_with_parameterless_dependencies = _parameters_of
+fastapi.routing.compile_path = functools.cache(fastapi.routing.compile_path)
+fastapi.routing.create_model_field = functools.cache(fastapi.routing.create_model_field)
+served_model.load_tokenizer = _once(
+    served_model.load_tokenizer, lambda source, **more: (id(source), *more.items())
+)
 
 
 @pytest.fixture(scope="session")

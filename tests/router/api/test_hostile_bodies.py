@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
 
@@ -45,13 +43,13 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-async def test_no_value_is_a_fault(make_fleet, place):
+async def test_no_value_is_a_fault(make_fleet):
     fleet = await make_fleet({"decode-0": Script(step_s=0.001)})
-    path, fields = PLACES[place]
-    for value in VALUES:
-        for stream in ("false", "true"):
-            body = "{" + fields.replace("VALUE", value) + f',"stream":{stream}' + "}"
-            answer = await fleet.http.post(path, content=body.encode())
-            assert answer.status_code < 500, (value[:60], answer.text[:200])
-    await until(lambda: fleet.lane.gateway.in_flight == 0)
+    for place in PLACES:
+        path, fields = PLACES[place]
+        for value in VALUES:
+            for stream in ("false", "true"):
+                body = "{" + fields.replace("VALUE", value) + f',"stream":{stream}' + "}"
+                answer = await fleet.http.post(path, content=body.encode())
+                assert answer.status_code < 500, (value[:60], answer.text[:200])
+        await until(lambda: fleet.lane.gateway.in_flight == 0)

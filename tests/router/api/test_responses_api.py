@@ -633,15 +633,15 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("more", "param"), REFUSED, ids=[param for _, param in REFUSED])
-async def test_what_is_refused_is_named_as_the_caller_wrote_it(answering, more, param):
+async def test_what_is_refused_is_named_as_the_caller_wrote_it(answering):
     fleet = await answering("x")
-    answer = await fleet.http.post("/v1/responses", json={"model": MODEL, "input": "hi"} | more)
-    error = answer.json()["error"]
-    assert answer.status_code == 400, answer.text
-    assert error["param"].startswith(param), error
-    assert param in error["message"]
-    assert not fleet.workers["decode-0"].submissions
+    for more, param in REFUSED:
+        answer = await fleet.http.post("/v1/responses", json={"model": MODEL, "input": "hi"} | more)
+        error = answer.json()["error"]
+        assert answer.status_code == 400, answer.text
+        assert error["param"].startswith(param), error
+        assert param in error["message"]
+        assert not fleet.workers["decode-0"].submissions
 
 
 async def test_integers_of_a_schema_may_have_any_size(answering):

@@ -199,12 +199,21 @@ def test_channels_around_a_shape(compiler, tokenizer, text, fits):
     assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is fits
 
 
+@pytest.fixture(scope="module")
+def all_tags(smollm):
+    return with_tags(smollm, ("<", "["))
+
+
+@pytest.fixture(scope="module")
+def all_tags_compiler(all_tags):
+    return GrammarCompiler(vocabulary_of(all_tags, all_tags.vocab_size, (2,)))
+
+
 @each_family
-def test_all_tags_may_be_special_tokens(smollm, family):
-    tokenizer = with_tags(smollm, ("<", "["))
+def test_all_tags_may_be_special_tokens(all_tags, all_tags_compiler, family):
+    tokenizer, compiler = all_tags, all_tags_compiler
     syntax = ToolSyntax.of(family.source, tokenizer)
     assert set(syntax.token_ids) == set(family.format.tags)
-    compiler = GrammarCompiler(vocabulary_of(tokenizer, tokenizer.vocab_size, (2,)))
     for choice in ("auto", "required"):
         source = calls_grammar(TOOLS, choice, parallel=True, syntax=syntax)
         matcher = compiler.compile(translate("grammar", source))
