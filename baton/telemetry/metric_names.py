@@ -24,6 +24,7 @@ class MetricSpec(NamedTuple):
 
     ``together`` combines the gauges of several routers that share a port. Most gauges describe the
     fleet, which each router sees whole, so the largest is taken; ``sum`` is for a router's own.
+    ``is_alike``: of several models in a router the largest is taken, too, in place of the sum.
     """
 
     kind: Kind
@@ -32,14 +33,17 @@ class MetricSpec(NamedTuple):
     buckets: tuple[float, ...] = ()
     from_start: tuple[str, ...] = ()
     together: Together = "max"
+    is_alike: bool = False
 
 
 def _count(text: str, *labels: str, from_start: tuple[str, ...] = ()) -> MetricSpec:
     return MetricSpec("counter", text, labels, (), from_start)
 
 
-def _gauge(text: str, *labels: str, together: Together = "max") -> MetricSpec:
-    return MetricSpec("gauge", text, labels, together=together)
+def _gauge(
+    text: str, *labels: str, together: Together = "max", is_alike: bool = False
+) -> MetricSpec:
+    return MetricSpec("gauge", text, labels, together=together, is_alike=is_alike)
 
 
 def _seconds(text: str, *labels: str) -> MetricSpec:
@@ -244,7 +248,10 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
         "Requests in the batches of all workers, by their latest reports."
     ),
     "baton_fleet_waiting_requests": _gauge("Requests waiting in this router and in all workers."),
-    "baton_fleet_kv_usage_ratio": _gauge("Share of KV blocks in use, over all workers."),
+    "baton_fleet_kv_usage_ratio": _gauge(
+        "Share of KV blocks in use, over all workers of a model; the largest of the models.",
+        is_alike=True,
+    ),
     "baton_client_timeouts": _count(
         "Client connections closed for slowness, by phase: header, body, write.",
         "kind",
@@ -382,12 +389,14 @@ COMMON_METRICS: dict[str, MetricSpec] = {
         "num_cpu_blocks",
         "cache_dtype",
         "enable_prefix_caching",
+        is_alike=True,
     ),
     "baton_adapter_requests_info": _gauge(
         "Unix time; the labels name the LoRA adapters of live requests: loaded, not yet loaded.",
         "max_lora",
         "running_lora_adapters",
         "waiting_lora_adapters",
+        is_alike=True,
     ),
     "baton_build_info": _gauge("Always 1; the label is Baton's version.", "version"),
     "baton_engine_info": _gauge(

@@ -26,7 +26,6 @@ class Picker:
     """Chooses servers for the requests of gateways."""
 
     def __init__(self, process: Process) -> None:
-        self.metrics = process.metrics
         self._lanes = process.lanes
         self._recent: dict[bytes, RecentBlocks] = {}  # by incarnation
 
@@ -76,7 +75,7 @@ class Picked:
         self.endpoint = slot.record.server
         self._request = request
         self._placer = placer
-        self._metrics = picker.metrics
+        self._metrics = lane.metrics
         self._computed = False
         self._placement = placer.place(request, quote=quote)
         self._recent = picker.recent_of(lane, slot)

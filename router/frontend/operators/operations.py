@@ -251,39 +251,43 @@ def _set_gauges(router: Process) -> None:
         router.metrics.set("baton_workers_wanted", wanted, role=role)
     turns = max(lane.gateway.workers.last_turn() for lane in router.lanes)
     router.metrics.set("baton_role_turns", turns)
-    running = 0
-    waiting = router.lanes.waiting
-    total_blocks = leased_blocks = 0
-    for slot in (slot for lane in router.lanes for slot in lane.gateway.workers.usable):
-        if slot.link is not None and slot.link.status is not None:
-            status = slot.link.status
-            running = running + status.running
-            waiting = waiting + status.waiting
-            total_blocks += status.kv_blocks.total
-            leased_blocks += status.kv_blocks.leased
-    router.metrics.set("baton_fleet_running_requests", running)
-    router.metrics.set("baton_fleet_waiting_requests", waiting)
-    router.metrics.set("baton_fleet_kv_usage_ratio", leased_blocks / max(total_blocks, 1))
-    router.metrics.set_cache_info(total_blocks, BLOCK_TOKENS)
-    _set_adapter_info(router)
+    for lane in router.lanes:
+        _set_load(lane)
+        _set_adapter_info(lane)
     hashes = sum(lane.prefix_index.total_hashes for lane in router.lanes)
     router.metrics.set("baton_prefix_index_hashes", hashes)
     adapters = sum(len(lane.model.adapters.served()) for lane in router.lanes)
     router.metrics.set("baton_adapters_served", adapters)
 
 
-def _set_adapter_info(router: Process) -> None:
-    """Name the adapters of the requests of this router."""
+def _set_load(lane: Lane) -> None:
+    running = 0
+    waiting = lane.gateway.admission.waiting
+    total_blocks = leased_blocks = 0
+    for slot in lane.gateway.workers.usable:
+        if slot.link is not None and slot.link.status is not None:
+            status = slot.link.status
+            running = running + status.running
+            waiting = waiting + status.waiting
+            total_blocks += status.kv_blocks.total
+            leased_blocks += status.kv_blocks.leased
+    lane.metrics.set("baton_fleet_running_requests", running)
+    lane.metrics.set("baton_fleet_waiting_requests", waiting)
+    lane.metrics.set("baton_fleet_kv_usage_ratio", leased_blocks / max(total_blocks, 1))
+    lane.metrics.set_cache_info(total_blocks, BLOCK_TOKENS)
+
+
+def _set_adapter_info(lane: Lane) -> None:
+    """Name the adapters of the lane's requests."""
     by_state: tuple[set[str], set[str]] = (set(), set())
-    for lane in router.lanes:
-        for active in lane.gateway.active.values():
-            if active.request.adapter is not None:
-                by_state[active.decode_id is not None].add(active.request.adapter.name)
+    for active in lane.gateway.active.values():
+        if active.request.adapter is not None:
+            by_state[active.decode_id is not None].add(active.request.adapter.name)
     waiting, running = (",".join(sorted(names)) for names in by_state)
-    router.metrics.set_info(
+    lane.metrics.set_info(
         "baton_adapter_requests_info",
         time(),
-        max_lora=str(max(lane.settings.max_adapters for lane in router.lanes)),
+        max_lora=str(lane.settings.max_adapters),
         running_lora_adapters=running,
         waiting_lora_adapters=waiting,
     )
