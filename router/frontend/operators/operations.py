@@ -1,8 +1,8 @@
 """Endpoints for operators: health, metrics, workers, request reports.
 
-If the fleet has API keys, health and version need no key. Metrics need a key with the role
-``metrics`` or ``operator``, load and workers an operator's key. Request reports are available to
-their tenant and to operators.
+If the fleet has API keys, health and version need no key. Metrics, load and scrape targets need a
+key with the role ``metrics`` or ``operator``, workers an operator's key. Request reports are
+available to their tenant and to operators.
 
 ``/health``, ``/ping``, ``/version`` and ``/load`` are compatible with vLLM.
 """
@@ -72,7 +72,7 @@ def _add_health(api: Endpoints, router: Process) -> None:
     @api.get("/load")
     async def load(request: Request) -> dict[str, int]:
         """Count the running and waiting requests of this router."""
-        router.access.check_operator(request.headers)
+        router.access.check_scrape(request.headers)
         return {"server_load": router.lanes.in_flight}
 
     @api.head("/health/live", include_in_schema=False)
@@ -131,7 +131,7 @@ def _add_fleet(api: Endpoints, router: Process) -> None:
     @api.get("/fleet/targets")
     async def targets(request: Request) -> list[dict[str, Any]]:
         """List scrape targets for Prometheus' HTTP service discovery."""
-        router.access.check_operator(request.headers)
+        router.access.check_scrape(request.headers)
         return _targets(router, request.url.netloc)
 
     @api.get("/fleet/series")
