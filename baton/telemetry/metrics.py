@@ -167,7 +167,13 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return the page in Prometheus' text format."""
+        self.refresh()
         return generate_latest(_Page(self.families)) + generate_latest(self._process)
+
+    def refresh(self) -> None:
+        """Set the gauges that are read on demand."""
+        for show in self.before_page:
+            show()
 
     @property
     def together(self) -> dict[str, str]:
@@ -181,10 +187,9 @@ class Metrics:
     def families(self) -> Iterable[Metric]:
         """Yield all families: own names, then those of vLLM.
 
-        Without the ``_created`` series, which double the page and are unused.
+        Without the ``_created`` series, which double the page and are unused. Threads may read
+        them: `refresh` comes before.
         """
-        for show in self.before_page:
-            show()
         own: dict[str, Metric] = {}
         for name, instrument in self._instruments.items():
             [family] = instrument.collect()

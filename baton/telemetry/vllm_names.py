@@ -46,7 +46,7 @@ _TIERS = {
 _REASONS = {
     "stop": ("stop", "tool_calls"),
     "length": ("length",),
-    "abort": ("cancelled", "client_closed", "deadline_exceeded"),
+    "abort": ("abort", "cancelled", "client_closed", "deadline_exceeded"),
     "error": (),
     "repetition": (),
 }

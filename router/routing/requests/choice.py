@@ -58,6 +58,9 @@ class RunResult(NamedTuple):
     gap: bool = False  # tokens are missing: a resume is needed
 
 
+CUT = ("length", "abort")
+"""Finish reasons of responses that the model did not end."""
+
 ONE_TOKEN = RunResult(1)  # nearly every run
 _MAX_TEXTS = 16  # of waiting tokens that a client gets one by one; more are joined
 
@@ -197,6 +200,13 @@ class ChoiceRecord:
             shown = ShownLogprob(token_id, logprob.logprob, tuple(top), offset)
             self._pending.logprobs.append(shown)
 
+    def abort(self) -> None:
+        """End with the tokens received so far."""
+        if self.finish_reason is None:
+            if self.plain and self._pending.text:
+                self._split_off()
+            self._end("abort", None)
+
     def _end(self, reason: str, stop_string: str | None, stop_token: int | None = None) -> None:
         self._show(self._detokenizer.finish(stop_token))
         if self._sends_stop_token and stop_token is not None:
@@ -204,7 +214,7 @@ class ChoiceRecord:
         if self._thinking is not None:
             self._show_parts(*self._thinking.finish())
         if self._tools is not None:
-            self._add(*self._tools.finish(was_cut=reason == "length"))
+            self._add(*self._tools.finish(was_cut=reason in CUT))
             if reason == "stop" and self._tools.calls and not self._tools.cut:
                 reason = "tool_calls"
         self.finish_reason = self._pending.finish_reason = reason

@@ -170,6 +170,17 @@ class Gateway:
             self.observer.cancelled(active)
         self.finish(active, CancelledError_(reason))
 
+    def abort(self, active: ActiveRequest) -> None:
+        """End a request with the tokens that it has; one without tokens to show, with an error."""
+        record = active.record
+        request = active.request
+        if request.pooling or (request.wants_prompt_logprobs and record.prompt_logprobs is None):
+            self.cancel(active, "the request was aborted")
+        elif record.abort(monotonic_ns()):
+            self.observer.cancelled(active)
+            self.cancel_at_worker(active)
+            self.release(active)
+
     @property
     def in_flight(self) -> int:
         """Number of requests that have not ended, or whose worker has not confirmed the end."""
