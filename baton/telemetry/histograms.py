@@ -143,17 +143,20 @@ def add_up(
 ) -> Metric:
     """Return a counter or gauge under another name, with its series added up by group.
 
-    ``inverted`` exports 1 minus the value, ``largest`` the largest value in place of the sum.
+    ``inverted`` exports 1 minus what was counted, ``largest`` the largest in place of the sum.
     """
     add = max if largest else operator.add
     sums = {tuple(labels.items()): 0.0 for labels in start}
+    counted = set()
     for sample in own.samples:
         labels = group(sample.labels)
         if labels is not None:
             key = tuple(labels.items())
+            counted.add(key)
             sums[key] = add(sums.get(key, 0.0), sample.value)
     family = Metric(name, own.documentation, own.type)
     suffix = "_total" if own.type == "counter" else ""
     for items, value in sums.items():
-        family.add_sample(name + suffix, dict(items), 1 - value if inverted else value)
+        shown = 1 - value if inverted and items in counted else value
+        family.add_sample(name + suffix, dict(items), shown)
     return family

@@ -283,7 +283,7 @@ def _without_model(labels: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _of_vllm(series: VllmSeries, model: str) -> dict[str, str]:
-    return {"engine": "0", _MODEL: model, **series.fixed}
+    return {"engine": "0", _MODEL: model} if series.has_engine else {_MODEL: model}
 
 
 def _group_of(

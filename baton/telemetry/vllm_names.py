@@ -51,6 +51,8 @@ _REASONS = {
     "repetition": (),
 }
 
+_REFUSED = {"max_num_queued_reqs": ("queue_full", "slo_unreachable"), "max_num_queued_tokens": ()}
+
 
 class VllmSeries(NamedTuple):
     """A metric of vLLM as a sum over series of a metric of Baton.
@@ -60,12 +62,12 @@ class VllmSeries(NamedTuple):
         of: Metric of Baton.
         by: Label of Baton's metric that decides which series count; others are summed over.
         label: Label of vLLM that has the keys of ``values``; empty: the only key is no label.
-        values: vLLM's value to values of ``by``.
+        values: vLLM's value to values of ``by``; without ``by`` the first one has all series.
         rest: vLLM's value for all other values of ``by``; empty: they do not count.
         keeps: Whether all labels of Baton's metric are kept.
         buckets: Upper bounds of vLLM's buckets.
-        fixed: Further labels.
         inverted: Whether vLLM's gauge is 1 when Baton's is 0.
+        has_engine: Whether it has the label ``engine``, as nearly all.
     """
 
     name: str
@@ -76,8 +78,8 @@ class VllmSeries(NamedTuple):
     rest: str = ""
     keeps: bool = False
     buckets: tuple[float, ...] = ()
-    fixed: Mapping[str, str] = MappingProxyType({})
     inverted: bool = False
+    has_engine: bool = True
 
     @property
     def full_name(self) -> str:
@@ -128,12 +130,15 @@ _STATE = (
 )
 
 
+_WAITS: Mapping[str, tuple[str, ...]] = {"capacity": (), "deferred": ()}
+
+
 def _load(running: str, waiting: str, usage: str) -> tuple[VllmSeries, ...]:
     """Return the series of load; Baton defers no requests, which vLLM counts apart."""
     return (
         VllmSeries("num_requests_running", running),
         VllmSeries("num_requests_waiting", waiting),
-        VllmSeries("num_requests_waiting_by_reason", waiting, fixed={"reason": "capacity"}),
+        VllmSeries("num_requests_waiting_by_reason", waiting, label="reason", values=_WAITS),
         VllmSeries("kv_cache_usage_perc", usage),
         VllmSeries("gpu_cache_usage_perc", usage),
     )
@@ -156,6 +161,9 @@ _ROUTER = (
     VllmSeries(
         "request_success", "baton_finished_choices", "reason", "finished_reason", _REASONS, "error"
     ),
+    VllmSeries(
+        "admission_rejections", "baton_rejections", "code", "reason", _REFUSED, has_engine=False
+    ),
     _TOKENS("request_prompt_tokens", "baton_request_prompt_tokens"),
     _TOKENS("request_generation_tokens", "baton_request_generation_tokens"),
     _TOKENS("request_max_num_generation_tokens", "baton_request_longest_choice_tokens"),
@@ -174,14 +182,16 @@ _ROUTER = (
     _PHASE("request_decode_time_seconds", values={"": ("decode",)}),
 )
 _FAILED = {"": ("failed",)}
-_AWAKE = {"sleep_state": "awake"}
+_SLEEP = dict.fromkeys(("awake", "weights_offloaded", "discard_all"), ())
 _WORKER = (
     *_load("baton_running_requests", "baton_waiting_requests", "baton_kv_usage_ratio"),
     *_STATE,
     *_TOKENS_BY_SOURCE,
     VllmSeries("num_preemptions", "baton_preemptions"),
     VllmSeries("iteration_tokens_total", "baton_step_tokens", buckets=_STEP_TOKENS),
-    VllmSeries("engine_sleep_state", "baton_worker_asleep", fixed=_AWAKE, inverted=True),
+    VllmSeries(
+        "engine_sleep_state", "baton_worker_asleep", "", "sleep_state", _SLEEP, inverted=True
+    ),
     VllmSeries("spec_decode_num_drafts", "baton_spec_drafts"),
     VllmSeries("spec_decode_num_draft_tokens", "baton_spec_draft_tokens"),
     VllmSeries("spec_decode_num_accepted_tokens", "baton_spec_accepted_tokens"),

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from socket import gethostname
 
 import httpx
 import pytest
@@ -144,6 +145,14 @@ def test_without_an_endpoint_a_trace_still_passes_through(monkeypatch: pytest.Mo
     assert inject() == ""
     assert inject(tracing.tracer.start_span("b", context=extract("nonsense"))) == ""
     tracing.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("0.0.0.0", gethostname()), ("::", gethostname()), ("10.0.0.7", "10.0.0.7")],
+)
+def test_the_address_of_a_server_is_none_that_stands_for_all(host: str, shown: str) -> None:
+    assert Tracing("router", host, 8000).server == {"server.address": shown, "server.port": 8000}
 
 
 def test_with_an_endpoint_spans_arrive_under_their_parent(monkeypatch: pytest.MonkeyPatch) -> None:

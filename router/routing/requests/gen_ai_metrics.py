@@ -5,6 +5,7 @@ attributes and buckets of https://github.com/open-telemetry/semantic-conventions
 """
 
 import time
+from collections.abc import Mapping
 
 from baton.telemetry.histograms import Histogram
 from baton.telemetry.metrics import MAX_LABEL_SETS, Metrics
@@ -22,14 +23,13 @@ _OPERATIONS = {
 
 
 class GenAiMetrics:
-    """Observes calls of one router, whose address and port are attributes."""
+    """Observes calls of one router; ``server`` has the attributes of its address."""
 
-    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
+    def __init__(self, metrics: Metrics, server: Mapping[str, str | int]) -> None:
         self._metrics = metrics
         self._common = {
             "gen_ai_provider_name": "baton",
-            "server_address": host,
-            "server_port": str(port),
+            **{name.replace(".", "_"): str(value) for name, value in server.items()},
         }
         self._known: dict[tuple[str, ...], tuple[Histogram, Histogram, Histogram]] = {}
 
