@@ -168,6 +168,10 @@ class Metrics:
     def render(self) -> bytes:
         """Return the page in Prometheus' text format."""
         self.refresh()
+        return self.refreshed_page()
+
+    def refreshed_page(self) -> bytes:
+        """Return the page after `refresh`; it may be long, and threads may call it."""
         return generate_latest(_Page(self.families)) + generate_latest(self._process)
 
     def refresh(self) -> None:

@@ -57,7 +57,8 @@ def routes(router: Process) -> Endpoints:
         are ignored.
         """
         access = router.access.of(request.headers)
-        names = _AbortBody.parse(await read_body(request, router)).request_ids
+        raw = await read_body(request, router)
+        names = (await off_loop(len(raw), lambda: _AbortBody.parse(raw))).request_ids
         wanted = {names} if isinstance(names, str) else set(names)
         for lane in router.lanes:
             for active in list(lane.gateway.active.values()):
@@ -73,7 +74,7 @@ def routes(router: Process) -> Endpoints:
 class _AbortBody(OperatorBody):
     model_config = ConfigDict(extra="ignore")
 
-    request_ids: _Id | Annotated[list[_Id], Field(max_length=65_536)]
+    request_ids: _Id | Annotated[list[_Id], Field(max_length=4096)]
 
 
 def _names(request: GenerationRequest) -> set[str]:

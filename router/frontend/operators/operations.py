@@ -101,7 +101,8 @@ def _add_fleet(api: Endpoints, router: Process) -> None:
         """Return metrics in Prometheus' text format, or OpenMetrics if ``Accept`` names it."""
         router.access.check_scrape(request.headers)
         router.refresh_gauges()
-        page = router.metrics.render()
+        router.metrics.refresh()
+        page = await asyncio.to_thread(router.metrics.refreshed_page)
         if not openmetrics.is_wanted(request.headers.get("accept", "")):
             return Response(page, media_type=router.metrics.content_type)
         converted = openmetrics.openmetrics(page, router.metrics.exemplars())
