@@ -4,7 +4,9 @@ Names start with ``baton_`` and contain their unit; ``vllm_names.py`` has those 
 metric, declare it here and record it in the code.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from baton.telemetry.vllm_names import BETWEEN_TOKENS_S, FIRST_TOKEN_S
 
 Kind = Literal["counter", "gauge", "histogram"]
 Together = Literal["max", "sum", "min"]
@@ -40,10 +42,8 @@ def _count(text: str, *labels: str, from_start: tuple[str, ...] = ()) -> MetricS
     return MetricSpec("counter", text, labels, (), from_start)
 
 
-def _gauge(
-    text: str, *labels: str, together: Together = "max", is_alike: bool = False
-) -> MetricSpec:
-    return MetricSpec("gauge", text, labels, together=together, is_alike=is_alike)
+def _gauge(text: str, *labels: str, **rules: Any) -> MetricSpec:
+    return MetricSpec("gauge", text, labels, **rules)
 
 
 def _seconds(text: str, *labels: str) -> MetricSpec:
@@ -189,17 +189,14 @@ GEN_AI_METRICS: dict[str, MetricSpec] = {
         "histogram",
         "Time to the first token of successful responses (gen_ai.server.time_to_first_token).",
         _GEN_AI,
-        (
-            *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
-            *(7.5, 10.0),
-        ),
+        FIRST_TOKEN_S[:16],
     ),
     "gen_ai_server_time_per_output_token_seconds": MetricSpec(
         "histogram",
         "Time per token after the first of successful responses "
         "(gen_ai.server.time_per_output_token).",
         _GEN_AI,
-        (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+        BETWEEN_TOKENS_S[:13],
     ),
 }
 

@@ -2,7 +2,7 @@
 
     metrics = Metrics("worker", model="smollm2")
     metrics.inc("baton_transfer_bytes", 4096, direction="received")
-    server = await serve_metrics(metrics)          # http://127.0.0.1:<free port>/metrics
+    async with serve_metrics(metrics) as address:  # http://127.0.0.1:<free port>/metrics
 
 Nothing is global: each component has its own registry.
 """
@@ -12,7 +12,7 @@ import contextlib
 import copy
 import ssl
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 
@@ -157,21 +157,9 @@ class Metrics:
             raise ValueError(f"{name} is not a histogram")
         return child
 
-    def value(self, name: str, **labels: str) -> float:
-        """Return the present value, or the sum of a histogram, of this model. For tests."""
-        labels = {label: str(value) for label, value in labels.items()}
-        if name in self._by_model:
-            labels[_MODEL] = self._model
-        samples = {"counter": f"{name}_total", "gauge": name, "histogram": f"{name}_sum"}
-        return self._registry.get_sample_value(samples[self._specs[name].kind], labels) or 0.0
-
     def render(self) -> bytes:
         """Return the page in Prometheus' text format."""
         self.refresh()
-        return self.refreshed_page()
-
-    def refreshed_page(self) -> bytes:
-        """Return the page after `refresh`; it may be long, and threads may call it."""
         return generate_latest(_Page(self.families)) + generate_latest(self._process)
 
     def refresh(self) -> None:
@@ -208,8 +196,7 @@ class Metrics:
     def _added_up(self, name: str, family: Metric) -> Metric:
         """Return a family that is counted by model without its model."""
         spec = self._specs[name]
-        instrument = self._instruments[name]
-        if isinstance(instrument, Histogram):
+        if isinstance(instrument := self._instruments[name], Histogram):
             return instrument.family(name, spec.help, spec.buckets, _without_model)
         return add_up(family, name, _without_model, largest=spec.is_alike)
 
@@ -300,54 +287,39 @@ def _group_of(
     return None if grouped is None else {**_of_vllm(series, model), **grouped}
 
 
-class MetricsServer:
-    """HTTP server for the page ``/metrics``, started by `serve_metrics`."""
-
-    def __init__(self, server: asyncio.Server, address: str) -> None:
-        self._server = server
-        self.address = address  # host:port
-
-    async def close(self) -> None:
-        """Stop listening and close open connections."""
-        self._server.close()
-        if sys.version_info >= (3, 13):  # in older versions connections end by themselves
-            self._server.close_clients()
-
-
+@contextlib.asynccontextmanager
 async def serve_metrics(
     metrics: Metrics, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None
-) -> MetricsServer:
-    """Serve ``metrics`` over HTTP, or over HTTPS with ``tls``; port 0 chooses a free one."""
+) -> AsyncIterator[str]:
+    """Serve ``/metrics`` by HTTP, or HTTPS with ``tls``, within the context; yield its address."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A peer that disconnects or sends an invalid request affects only this connection.
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             async with asyncio.timeout(_REQUEST_LIMIT_S):
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(_response(metrics, head))
+                writer.write(_response(metrics, await reader.readuntil(b"\r\n\r\n")))
                 await writer.drain()
         writer.close()
 
     limit_s = None if tls is None else _REQUEST_LIMIT_S
     server = await asyncio.start_server(answer, host, port, ssl=tls, ssl_handshake_timeout=limit_s)
-    bound_host, bound_port = server.sockets[0].getsockname()[:2]
-    return MetricsServer(server, join_address(bound_host, bound_port))
+    try:
+        yield join_address(*server.sockets[0].getsockname()[:2])
+    finally:
+        server.close()
+        if sys.version_info >= (3, 13):  # in older versions connections end by themselves
+            server.close_clients()
 
 
 def _response(metrics: Metrics, head: bytes) -> bytes:
     method, _, rest = head.partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
+    status, kind, body = "200 OK", metrics.content_type, b""
     if method not in (b"GET", b"HEAD"):
-        status = "405 Method Not Allowed"
-        kind = "text/plain"
-        body = b"only GET\n"
+        status, kind, body = "405 Method Not Allowed", "text/plain", b"only GET\n"
     elif path != b"/metrics":
-        status = "404 Not Found"
-        kind = "text/plain"
-        body = b"see /metrics\n"
+        status, kind, body = "404 Not Found", "text/plain", b"see /metrics\n"
     else:
-        status = "200 OK"
-        kind = metrics.content_type
         body = metrics.render()
     header = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
     return header.encode() + b"Connection: close\r\n\r\n" + (b"" if method == b"HEAD" else body)

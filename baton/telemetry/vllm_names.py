@@ -15,11 +15,11 @@ _LATENCY = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-_FIRST_TOKEN = (
+FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-_BETWEEN_TOKENS = (
+BETWEEN_TOKENS_S = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0),
 )
@@ -171,10 +171,12 @@ _ROUTER = (
     _TOKENS("request_prefill_kv_computed_tokens", "baton_request_computed_tokens"),
     VllmSeries("request_params_n", "baton_request_choices", buckets=(1, 2, 5, 10, 20)),
     VllmSeries("request_num_preemptions", "baton_request_preemptions", buckets=_PREEMPTIONS),
-    VllmSeries("time_to_first_token_seconds", _FIRST, buckets=_FIRST_TOKEN),
-    VllmSeries("inter_token_latency_seconds", "baton_inter_token_seconds", buckets=_BETWEEN_TOKENS),
-    VllmSeries("request_time_per_output_token_seconds", _PER_TOKEN, buckets=_BETWEEN_TOKENS),
-    VllmSeries("time_per_output_token_seconds", _PER_TOKEN, buckets=_BETWEEN_TOKENS),
+    VllmSeries("time_to_first_token_seconds", _FIRST, buckets=FIRST_TOKEN_S),
+    VllmSeries(
+        "inter_token_latency_seconds", "baton_inter_token_seconds", buckets=BETWEEN_TOKENS_S
+    ),
+    VllmSeries("request_time_per_output_token_seconds", _PER_TOKEN, buckets=BETWEEN_TOKENS_S),
+    VllmSeries("time_per_output_token_seconds", _PER_TOKEN, buckets=BETWEEN_TOKENS_S),
     _LATENCY_OF("e2e_request_latency_seconds", "baton_e2e_seconds"),
     _LATENCY_OF("request_inference_time_seconds", "baton_running_seconds"),
     _PHASE("request_queue_time_seconds", values={"": ("queue",)}),

@@ -16,6 +16,7 @@ from baton.config.section import problem_of
 from baton.config.yaml_text import dotted
 
 _SIZE = re.compile(r"(\d+)([kKmMgGtT]?)|(\d*\.\d+)([kmgt])")
+_PAIR = ("name", "path")
 _WORDS = {
     **dict.fromkeys(("bfloat16", "bf16"), "bf16"),
     **dict.fromkeys(("float", "float32"), "fp32"),
@@ -60,18 +61,15 @@ def _word(text: str) -> str | None:
 
 
 def _adapters(words: list[str]) -> dict[str, str]:
-    return {name: _file(path) for name, path in map(_adapter, words)}
-
-
-def _adapter(word: str) -> tuple[str, str]:
-    """Return the name and the path of NAME=PATH, or of vLLM's JSON for an adapter."""
-    if not word.startswith("{"):
-        name, path = word.split("=", 1)
-        return name, path
-    given = json.loads(word)
-    if odd := given.keys() - {"name", "path", "base_model_name"}:
+    """Return the paths of adapters by name, from NAME=PATH or vLLM's JSON for one."""
+    given = [dict(_pair(word)) for word in words]
+    if odd := {key for each in given for key in each} - {*_PAIR, "base_model_name"}:
         raise ValueError(f"{', '.join(sorted(odd))}: no such thing")
-    return given["name"], given["path"]
+    return {each["name"]: _file(each["path"]) for each in given}
+
+
+def _pair(word: str) -> Any:
+    return json.loads(word) if word[:1] == "{" else zip(_PAIR, word.split("=", 1), strict=True)
 
 
 def _file(text: str) -> str:
@@ -156,8 +154,7 @@ def keys_of(words: list[str], *, by_vllm: bool) -> tuple[str | None, dict[str, A
 
 def _dashed(word: str) -> str:
     """Return a flag with dashes in place of underscores, as vLLM reads it."""
-    matched = re.match(r"--\w[\w-]*", word)
-    return word if matched is None else matched[0].replace("_", "-") + word[matched.end() :]
+    return re.sub(r"^--\w[\w-]*", lambda name: name[0].replace("_", "-"), word)
 
 
 def _why_not(name: str) -> str:

@@ -51,11 +51,7 @@ def routes(router: Process) -> Endpoints:
 
     @api.post("/inference/v1/abort_requests", include_in_schema=False)
     async def abort_requests(request: Request) -> Response:
-        """End requests of the caller's key, or for operators of any, with the tokens they have.
-
-        Names are ids of responses, or of clients (``request_id``, ``x-request-id``). Unknown ones
-        are ignored.
-        """
+        """End requests of the caller's key, or for operators of any, with the tokens they have."""
         access = router.access.of(request.headers)
         raw = await read_body(request, router)
         names = (await off_loop(len(raw), lambda: _AbortBody.parse(raw))).request_ids

@@ -24,7 +24,6 @@ from router.process import Process
 
 _SUPERVISOR_VERBS = ("stop",)
 _SLEEP_LIMIT_S = 600.0
-_SLEEP_POLL_S = 0.2
 _FREE = {"free_cpus", "free_gpus"}
 _OF_ALL = ("ping", "slots", "nodes", "restart", "roll", "close", "open")
 
@@ -87,19 +86,17 @@ def _add_sleep(api: Endpoints, router: Process, desks: Mapping[str, AdminCommand
     ) -> bool:
         """Send a command to the controllers; return whether it was done in time."""
         router.access.check_change(request.headers)
-        who = router.access.name(request.headers)
         for desk in desks.values():
-            await _ask(desk, command, who, source_of(request))
+            await _ask(desk, command, router.access.name(request.headers), source_of(request))
         until_s = monotonic() + _SLEEP_LIMIT_S
         while not await is_done():
             if monotonic() > until_s:
                 return False
-            await asyncio.sleep(_SLEEP_POLL_S)
+            await asyncio.sleep(0.2)
         return True
 
     async def are_gone() -> bool:
-        slots = [await _ask(desk, _CommandBody(verb="slots")) for desk in desks.values()]
-        return not any(answer.data for answer in slots)
+        return not any([(await ask(desk, "slots")).data for desk in desks.values()])
 
     async def are_awake() -> bool:
         return all(lane.gateway.workers.usable for lane in router.lanes)
@@ -110,11 +107,9 @@ def _add_sleep(api: Endpoints, router: Process, desks: Mapping[str, AdminCommand
         level: Annotated[int, Query(ge=1, le=2)] = 1,
         mode: Literal["abort", "wait"] = "wait",
     ) -> dict[str, Any]:
-        """Stop the workers of all models, and return when they have ended.
+        """Stop the workers of all models after their requests, and return when they have ended.
 
-        Requests that run end first, in both modes of vLLM's that end them. Both levels free all
-        memory: workers read the weights again. Level 0 and the mode ``keep`` are refused, since
-        they would keep memory and requests.
+        Both levels free all memory. Level 0 and ``keep`` would keep it: they are refused.
         """
         if not await tell_all(request, _CommandBody(verb="unload"), are_gone):
             raise UnavailableError("the workers have not ended yet; they take no new requests")
@@ -124,10 +119,7 @@ def _add_sleep(api: Endpoints, router: Process, desks: Mapping[str, AdminCommand
     async def wake_up(
         request: Request, tags: Annotated[list[str] | None, Query(max_length=16)] = None
     ) -> dict[str, Any]:
-        """Start the workers of models that have none, and return when each model has a ready one.
-
-        ``tags`` have no effect: weights and KV memory come together.
-        """
+        """Start the workers of models without any, and return when each model has a ready one."""
         command = _CommandBody(verb="load", arguments={"asleep": True})
         done = await tell_all(request, command, are_awake)
         return {"status": "awake" if done else "sleeping", "tags": tags}

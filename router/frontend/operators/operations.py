@@ -101,8 +101,7 @@ def _add_fleet(api: Endpoints, router: Process) -> None:
         """Return metrics in Prometheus' text format, or OpenMetrics if ``Accept`` names it."""
         router.access.check_scrape(request.headers)
         router.refresh_gauges()
-        router.metrics.refresh()
-        page = await asyncio.to_thread(router.metrics.refreshed_page)
+        page = await asyncio.to_thread(router.metrics.render)
         if not openmetrics.is_wanted(request.headers.get("accept", "")):
             return Response(page, media_type=router.metrics.content_type)
         converted = openmetrics.openmetrics(page, router.metrics.exemplars())
@@ -262,20 +261,16 @@ def _set_gauges(router: Process) -> None:
 
 
 def _set_load(lane: Lane) -> None:
-    running = 0
-    waiting = lane.gateway.admission.waiting
-    total_blocks = leased_blocks = 0
-    for slot in lane.gateway.workers.usable:
-        if slot.link is not None and slot.link.status is not None:
-            status = slot.link.status
-            running = running + status.running
-            waiting = waiting + status.waiting
-            total_blocks += status.kv_blocks.total
-            leased_blocks += status.kv_blocks.leased
-    lane.metrics.set("baton_fleet_running_requests", running)
-    lane.metrics.set("baton_fleet_waiting_requests", waiting)
-    lane.metrics.set("baton_fleet_kv_usage_ratio", leased_blocks / max(total_blocks, 1))
-    lane.metrics.set_cache_info(total_blocks, BLOCK_TOKENS)
+    links = [slot.link for slot in lane.gateway.workers.usable if slot.link is not None]
+    statuses = [link.status for link in links if link.status is not None]
+    waiting = lane.gateway.admission.waiting + sum(status.waiting for status in statuses)
+    total = sum(status.kv_blocks.total for status in statuses)
+    leased = sum(status.kv_blocks.leased for status in statuses)
+    metrics = lane.metrics
+    metrics.set("baton_fleet_running_requests", sum(status.running for status in statuses))
+    metrics.set("baton_fleet_waiting_requests", waiting)
+    metrics.set("baton_fleet_kv_usage_ratio", leased / max(total, 1))
+    metrics.set_cache_info(total, BLOCK_TOKENS)
 
 
 def _set_adapter_info(lane: Lane) -> None:
@@ -303,22 +298,16 @@ def _set_key_gauges(router: Process) -> None:
 
 
 def _targets(router: Process, own_address: str) -> list[dict[str, Any]]:
-    fleet = router.settings.fleet
-    scheme = {"__scheme__": "https"} if router.settings.https is not None else {}
-    own = {"targets": [own_address], "labels": {"component": "router", "fleet": fleet, **scheme}}
-    scheme = {"__scheme__": "https"} if router.core.tls is not None else {}
-    workers = [
-        {
-            "targets": [slot.record.metrics_address],
-            "labels": {
-                "component": "worker",
-                "fleet": fleet,
-                "worker": slot.worker_id,
-                "role": slot.role,
-                **scheme,
-            },
-        }
-        for slot in router.lanes.slots
-        if slot.record.metrics_address and slot.state not in ("dead", "parked")
+    def target(address: str, component: str, tls: object, **more: str) -> dict[str, Any]:
+        scheme = {"__scheme__": "https"} if tls is not None else {}
+        labels = {"component": component, "fleet": router.settings.fleet, **more, **scheme}
+        return {"targets": [address], "labels": labels}
+
+    return [
+        target(own_address, "router", router.settings.https),
+        *(
+            target(address, "worker", router.core.tls, worker=slot.worker_id, role=slot.role)
+            for slot in router.lanes.slots
+            if (address := slot.record.metrics_address) and slot.state not in ("dead", "parked")
+        ),
     ]
-    return [own, *workers]

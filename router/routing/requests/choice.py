@@ -58,8 +58,7 @@ class RunResult(NamedTuple):
     gap: bool = False  # tokens are missing: a resume is needed
 
 
-CUT = ("length", "abort")
-"""Finish reasons of responses that the model did not end."""
+CUT = ("length", "abort")  # finish reasons of responses that the model did not end
 
 ONE_TOKEN = RunResult(1)  # nearly every run
 _MAX_TEXTS = 16  # of waiting tokens that a client gets one by one; more are joined
@@ -141,8 +140,9 @@ class ChoiceRecord:
         return True
 
     def _split_off(self) -> None:
-        self._texts.append(self._pending.text)
-        self._pending.text = ""
+        if self.plain and self._pending.text:
+            self._texts.append(self._pending.text)
+            self._pending.text = ""
 
     def take_texts(self) -> list[str]:
         """Return the new texts of a plain response, one per token; `take` has what follows.
@@ -160,8 +160,7 @@ class ChoiceRecord:
         """Take a run of tokens."""
         if self.finish_reason is not None:
             return RunResult()
-        if self.plain and self._pending.text:
-            self._split_off()
+        self._split_off()
         if run.index > self.next_index:
             return RunResult(gap=True)
         if self._silent:
@@ -203,8 +202,7 @@ class ChoiceRecord:
     def abort(self) -> None:
         """End with the tokens received so far."""
         if self.finish_reason is None:
-            if self.plain and self._pending.text:
-                self._split_off()
+            self._split_off()
             self._end("abort", None)
 
     def _end(self, reason: str, stop_string: str | None, stop_token: int | None = None) -> None:

@@ -63,13 +63,13 @@ class GenAiMetrics:
     def _made(
         self, operation: str, requested: str, used: str, error: str
     ) -> tuple[Histogram, Histogram, Histogram]:
-        histogram = self._metrics.histogram
         of = {
             **self._common,
             "gen_ai_operation_name": operation,
             "gen_ai_request_model": requested,
             "gen_ai_response_model": used,
         }
+        histogram = self._metrics.histogram
         made = (
             histogram("gen_ai_server_request_duration_seconds", error_type=error, **of),
             histogram("gen_ai_server_time_to_first_token_seconds", **of),
