@@ -29,6 +29,7 @@ class Lane:
 
     Attributes:
         created: Start of the lane in Unix seconds.
+        metrics: Metrics of the process, for what concerns this model.
 
     Args:
         core: Part of the process that the lane uses.
@@ -50,7 +51,8 @@ class Lane:
         self.model = model
         self.sources = sources
         self.created = int(time.time())
-        metrics = observer.metrics
+        name = model.names[0]
+        self.metrics = metrics = observer.metrics.of_model(name, model.max_context_tokens)
         _show(metrics, settings, model)
         self.observer = Observer(metrics, observer)
         self.prefix_index = PrefixIndex()

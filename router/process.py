@@ -29,7 +29,7 @@ from router.routing.checks.answers import AnswerChecks
 from router.routing.reports.past_reports import PastReports
 from router.routing.reports.refusals import RefusedRequests
 from router.routing.reports.request_log import RequestLog
-from router.routing.requests.call import CallObservers
+from router.routing.requests.call import Call, CallObservers
 from router.routing.requests.gen_ai_metrics import GenAiMetrics
 from router.routing.requests.observer import Observer
 from router.served_model import ServedModel
@@ -103,17 +103,21 @@ class Process:
         self._make_tenants(sources)
         self.observers = CallObservers(
             begun=(self.quotas.begun,),
-            refused=(self.observer.refused, self.request_log.refused, self.refused.refused),
+            refused=(self._refused, self.request_log.refused, self.refused.refused),
             answered=(self.shadows.answered,),
             closed=(self.request_log.closed, self.answer_checks.closed),
             ended=(
                 self.quotas.ended,
                 self.usage_counter.ended,
                 self.observer.ended,
-                GenAiMetrics(metrics, settings.host, settings.port).ended,
+                GenAiMetrics(metrics, self.tracing.server).ended,
                 Canaries(self.gates).ended,
             ),
         )
+
+    def _refused(self, call: Call) -> None:
+        lanes = (lane.observer for lane in self.lanes if lane.model.names[0] == call.model)
+        next(lanes, self.observer).refused(call)
 
     def _make_tenants(self, sources: Sources | None) -> None:
         count_failure = self.observer.task_failed

@@ -100,26 +100,12 @@ class ServedModel:
     def serves(
         self, name: str, tenant: str | None = None, allowed: Sequence[str] | None = None
     ) -> bool:
-        """Return whether `check_name` accepts a name."""
+        """Return whether a tenant (None: any) may use this model or adapter.
+
+        ``allowed`` has the names that the tenant may use; None: all.
+        """
         is_served = name in self.names or self.adapters.find(name, tenant) is not None
         return is_served and (allowed is None or name in allowed)
-
-    def check_name(
-        self, name: str, tenant: str | None = None, allowed: Sequence[str] | None = None
-    ) -> str:
-        """Return ``name`` if the tenant (None: any tenant) may use this model or adapter.
-
-        Args:
-            name: Name of the model or adapter.
-            tenant: Tenant of the caller.
-            allowed: Names that the tenant may use; None: all.
-
-        Raises:
-            ModelNotFoundError: The name is not served, or not allowed.
-        """
-        if not self.serves(name, tenant, allowed):
-            raise not_served(name, self.served_names(tenant, allowed))
-        return name
 
     def own_name(self, name: str) -> str:
         """Return the served name for an alias of the model; an adapter keeps its name."""
@@ -128,15 +114,20 @@ class ServedModel:
     def served_names(
         self, tenant: str | None = None, allowed: Sequence[str] | None = None
     ) -> list[str]:
-        """Return the names that `check_name` accepts: the model's, then its adapters'."""
+        """Return the names that `serves` accepts: the model's, then its adapters'."""
         names = [*self.names, *(entry.name for entry in self.adapters.served(tenant))]
         return [name for name in names if allowed is None or name in allowed]
 
     def adapter_of(
         self, name: str, tenant: str | None = None, allowed: Sequence[str] | None = None
     ) -> AdapterRef | None:
-        """Return the adapter with this model name; None for the base model. See `check_name`."""
-        entry = self.adapters.find(self.check_name(name, tenant, allowed), tenant)
+        """Return the adapter with this model name; None for the base model.
+
+        Raises ModelNotFoundError if `serves` does not accept the name.
+        """
+        if not self.serves(name, tenant, allowed):
+            raise not_served(name, self.served_names(tenant, allowed))
+        entry = self.adapters.find(name, tenant)
         return None if entry is None else entry.ref()
 
     @property

@@ -147,7 +147,7 @@ class ClientLimitsConfig(Section):
     pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     stored_responses: StoredResponsesConfig = StoredResponsesConfig()
     tls: HttpsConfig | None = None
-    monitoring: MonitoringConfig | None = None  # a port for /metrics and health, without a key
+    monitoring: MonitoringConfig | None = None  # a port for scrapes and health, without a key
     insecure: bool = False
     objectives: Mapping[Objective, Annotated[int, Field(ge=-(2**31), lt=2**31)]] = {}
     api_keys_file: KeysFile | None = None

@@ -59,7 +59,7 @@ class HttpsConfig(Section):
 
 
 class MonitoringConfig(Section):
-    """Port for `/metrics` and the health probes alone, which needs no key.
+    """Port for `/metrics`, `/load`, `/fleet/targets` and the health probes, which needs no key.
 
     It uses ``clients.tls`` if that is set. Bind it where only the monitoring can reach it: metrics
     name tenants.

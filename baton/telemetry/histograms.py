@@ -5,6 +5,7 @@ take a lock for each of three numbers. Buckets may be finer than those that are 
 other names of a metric have buckets of their own without counting anything twice.
 """
 
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -70,19 +71,27 @@ class Histogram(Collector):
             if trace_id:
                 self._exemplars[index] = trace_id, value, time()
 
-    def exemplars(self) -> Iterator[tuple[dict[str, str], Exemplar]]:
-        """Yield the labels of exported buckets, and the latest value of a trace in each."""
+    def exemplars(
+        self, bounds: Sequence[float], group: Group
+    ) -> Iterator[tuple[dict[str, str], Exemplar]]:
+        """Yield the labels of buckets, as `family`, and the latest value of a trace in each."""
         rows = list(self._series.items()) if self._labels else [((), self)]
+        latest: dict[tuple[tuple[str, str], ...], tuple[str, float, float]] = {}
         for values, series in rows:
-            latest: dict[float, tuple[str, float, float]] = {}
-            for index, kept in list(series._exemplars.items()):  # noqa: SLF001
+            kept_here = list(series._exemplars.items())  # noqa: SLF001
+            if not kept_here:
+                continue
+            labels = group(dict(zip(self._labels, values, strict=True)))
+            if labels is None:
+                continue
+            for index, kept in kept_here:
                 bound = (*self._bounds, _INFINITE)[index]
-                shown = min((le for le in self._shown if le >= bound), default=_INFINITE)
-                latest[shown] = max(kept, latest.get(shown, kept), key=lambda item: item[2])
-            for bound, (trace_id, value, at_s) in latest.items():
-                le = str(floatToGoString(bound))  # type: ignore[no-untyped-call]
-                labels = {**dict(zip(self._labels, values, strict=True)), "le": le}
-                yield labels, Exemplar({"trace_id": trace_id}, value, at_s)
+                shown = min((le for le in bounds if le >= bound), default=_INFINITE)
+                le = str(floatToGoString(shown))  # type: ignore[no-untyped-call]
+                key = (*labels.items(), ("le", le))
+                latest[key] = max(kept, latest.get(key, kept), key=lambda item: item[2])
+        for key, (trace_id, value, at_s) in latest.items():
+            yield dict(key), Exemplar({"trace_id": trace_id}, value, at_s)
 
     def collect(self) -> Iterable[Metric]:
         """Yield the family in Prometheus' form."""
@@ -124,20 +133,30 @@ class Histogram(Collector):
 
 
 def add_up(
-    own: Metric, name: str, group: Group, start: Iterable[Labels], *, inverted: bool = False
+    own: Metric,
+    name: str,
+    group: Group,
+    start: Iterable[Labels] = (),
+    *,
+    inverted: bool = False,
+    largest: bool = False,
 ) -> Metric:
     """Return a counter or gauge under another name, with its series added up by group.
 
-    ``inverted`` exports 1 minus the value.
+    ``inverted`` exports 1 minus what was counted, ``largest`` the largest in place of the sum.
     """
+    add = max if largest else operator.add
     sums = {tuple(labels.items()): 0.0 for labels in start}
+    counted = set()
     for sample in own.samples:
         labels = group(sample.labels)
         if labels is not None:
             key = tuple(labels.items())
-            sums[key] = sums.get(key, 0.0) + sample.value
+            counted.add(key)
+            sums[key] = add(sums.get(key, 0.0), sample.value)
     family = Metric(name, own.documentation, own.type)
     suffix = "_total" if own.type == "counter" else ""
     for items, value in sums.items():
-        family.add_sample(name + suffix, dict(items), 1 - value if inverted else value)
+        shown = 1 - value if inverted and items in counted else value
+        family.add_sample(name + suffix, dict(items), shown)
     return family

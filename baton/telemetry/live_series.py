@@ -94,6 +94,9 @@ class _Open:
     limited: Counter[str] = field(default_factory=Counter)
 
 
+_COUNTED = tuple(name for name in _Open.__dataclass_fields__ if name not in ("ttft", "itl"))
+
+
 class LiveSeries:
     """Ring of the latest ``limit`` samples."""
 
@@ -163,16 +166,9 @@ class LiveSeries:
             ttft_p99_s=ttft_p99_s,
             itl_p50_s=itl_p50_s,
             itl_p99_s=itl_p99_s,
-            generated_tokens=now.generated_tokens,
-            prompt_tokens=now.prompt_tokens,
-            ended=now.ended,
-            failed=now.failed,
-            refused=now.refused,
-            errors=now.errors,
+            **{name: getattr(now, name) for name in _COUNTED},
             queued=queued,
             running=running,
-            handoffs=dict(now.handoffs),
-            limited=dict(now.limited),
             last_turn=last_turn,
             sizes=dict(sizes),
         )

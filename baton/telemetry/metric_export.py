@@ -53,17 +53,22 @@ class MetricExport:
         try:
             while True:
                 await asyncio.sleep(interval_s)
-                await asyncio.to_thread(exporter.export, self._data())
+                await self._export(exporter)
         finally:
-            exporter.export(self._data(), timeout_millis=1000)
+            await self._export(exporter, timeout_millis=1000)
             exporter.shutdown(1000)
+
+    async def _export(self, exporter: Any, **limit: int) -> None:
+        """Export once; what takes long is in a thread, one at a time."""
+        self._refresh()
+        self._metrics.refresh()
+        await asyncio.to_thread(lambda: exporter.export(self._data(), **limit))
 
     def _data(self) -> "MetricsData":
         """Return the present values, in the SDK's form."""
         from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-        self._refresh()
         component = self._metrics.component
         families = (f for f in self._metrics.families() if f.name.startswith(_OWN))
         metrics = [_converted(family, self._began_ns, time.time_ns()) for family in families]

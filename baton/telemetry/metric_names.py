@@ -4,7 +4,9 @@ Names start with ``baton_`` and contain their unit; ``vllm_names.py`` has those 
 metric, declare it here and record it in the code.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from baton.telemetry.vllm_names import BETWEEN_TOKENS_S, FIRST_TOKEN_S
 
 Kind = Literal["counter", "gauge", "histogram"]
 Together = Literal["max", "sum", "min"]
@@ -24,6 +26,7 @@ class MetricSpec(NamedTuple):
 
     ``together`` combines the gauges of several routers that share a port. Most gauges describe the
     fleet, which each router sees whole, so the largest is taken; ``sum`` is for a router's own.
+    ``is_alike``: of several models in a router the largest is taken, too, in place of the sum.
     """
 
     kind: Kind
@@ -32,14 +35,15 @@ class MetricSpec(NamedTuple):
     buckets: tuple[float, ...] = ()
     from_start: tuple[str, ...] = ()
     together: Together = "max"
+    is_alike: bool = False
 
 
 def _count(text: str, *labels: str, from_start: tuple[str, ...] = ()) -> MetricSpec:
     return MetricSpec("counter", text, labels, (), from_start)
 
 
-def _gauge(text: str, *labels: str, together: Together = "max") -> MetricSpec:
-    return MetricSpec("gauge", text, labels, together=together)
+def _gauge(text: str, *labels: str, **rules: Any) -> MetricSpec:
+    return MetricSpec("gauge", text, labels, **rules)
 
 
 def _seconds(text: str, *labels: str) -> MetricSpec:
@@ -185,17 +189,14 @@ GEN_AI_METRICS: dict[str, MetricSpec] = {
         "histogram",
         "Time to the first token of successful responses (gen_ai.server.time_to_first_token).",
         _GEN_AI,
-        (
-            *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
-            *(7.5, 10.0),
-        ),
+        FIRST_TOKEN_S[:16],
     ),
     "gen_ai_server_time_per_output_token_seconds": MetricSpec(
         "histogram",
         "Time per token after the first of successful responses "
         "(gen_ai.server.time_per_output_token).",
         _GEN_AI,
-        (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+        BETWEEN_TOKENS_S[:13],
     ),
 }
 
@@ -244,7 +245,10 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
         "Requests in the batches of all workers, by their latest reports."
     ),
     "baton_fleet_waiting_requests": _gauge("Requests waiting in this router and in all workers."),
-    "baton_fleet_kv_usage_ratio": _gauge("Share of KV blocks in use, over all workers."),
+    "baton_fleet_kv_usage_ratio": _gauge(
+        "Share of KV blocks in use, over all workers of a model; the largest of the models.",
+        is_alike=True,
+    ),
     "baton_client_timeouts": _count(
         "Client connections closed for slowness, by phase: header, body, write.",
         "kind",
@@ -382,12 +386,14 @@ COMMON_METRICS: dict[str, MetricSpec] = {
         "num_cpu_blocks",
         "cache_dtype",
         "enable_prefix_caching",
+        is_alike=True,
     ),
     "baton_adapter_requests_info": _gauge(
         "Unix time; the labels name the LoRA adapters of live requests: loaded, not yet loaded.",
         "max_lora",
         "running_lora_adapters",
         "waiting_lora_adapters",
+        is_alike=True,
     ),
     "baton_build_info": _gauge("Always 1; the label is Baton's version.", "version"),
     "baton_engine_info": _gauge(

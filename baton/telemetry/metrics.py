@@ -2,16 +2,19 @@
 
     metrics = Metrics("worker", model="smollm2")
     metrics.inc("baton_transfer_bytes", 4096, direction="received")
-    server = await serve_metrics(metrics)          # http://127.0.0.1:<free port>/metrics
+    async with serve_metrics(metrics) as address:  # http://127.0.0.1:<free port>/metrics
 
 Nothing is global: each component has its own registry.
 """
 
 import asyncio
 import contextlib
+import copy
 import ssl
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from math import inf
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -20,7 +23,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from baton.addresses import join_address
-from baton.telemetry.histograms import Histogram, add_up
+from baton.telemetry.histograms import Group, Histogram, add_up
 from baton.telemetry.metric_names import METRICS_BY_COMPONENT, MetricSpec
 from baton.telemetry.openmetrics import series_text
 from baton.telemetry.version import version
@@ -28,6 +31,7 @@ from baton.telemetry.vllm_names import VLLM_SERIES, VllmSeries, finer_bounds
 
 MAX_LABEL_SETS = 256  # per metric; further label values are counted as "other"
 _OTHER = "other"
+_MODEL = "model_name"
 _REQUEST_LIMIT_S = 5.0
 
 _Instrument = Counter | Gauge | Histogram
@@ -38,7 +42,8 @@ class Metrics:
 
     A name that is not declared raises ``KeyError``, and labels that differ from the declaration
     raise ``ValueError``: both are programming errors. ``model`` is the served model name, for the
-    label of the ``vllm:*`` series. Their buckets of tokens end at ``context_tokens``.
+    label of the ``vllm:*`` series. Their buckets of tokens end at ``context_tokens``. What these
+    series read is counted by model, and added up under Baton's own name.
     """
 
     content_type = CONTENT_TYPE_LATEST
@@ -47,21 +52,37 @@ class Metrics:
         self.component = component
         self._registry = CollectorRegistry(auto_describe=False)
         self._specs = METRICS_BY_COMPONENT[component]
+        self._by_model = {series.of for series in VLLM_SERIES[component]}
         self._instruments = {
-            name: _instrument(name, spec, self._registry, finer_bounds(component, name))
-            for name, spec in self._specs.items()
+            name: self._instrument(name, spec) for name, spec in self._specs.items()
         }
         self._children: dict[tuple[str, tuple[str, ...]], _Instrument] = {}
-        self._found: dict[tuple[object, ...], _Instrument] = {}  # children, by call signature
-        self._label_sets: dict[str, int] = {}
-        self._model = model
-        self._context_tokens = context_tokens
+        self._label_sets: dict[tuple[str, ...], int] = {}  # by metric and model
+        self._context_tokens: dict[str, int] = {}  # by model
+        self._begin(model, context_tokens)
         for name, spec in self._specs.items():
             for value in spec.from_start:
                 self._child(name, {spec.labels[0]: value})
         self._process = ProcessCollector(registry=self._registry)
         self.set("baton_build_info", 1, version=version())
         self.before_page: list[Callable[[], None]] = []  # set the gauges that are read on demand
+
+    def of_model(self, model: str, context_tokens: int) -> "Metrics":
+        """Return these metrics for what concerns another model of the component."""
+        if model == self._model:
+            return self
+        other = copy.copy(self)
+        other._begin(model, context_tokens)  # noqa: SLF001
+        return other
+
+    def _begin(self, model: str, context_tokens: int) -> None:
+        self._model = model
+        self._context_tokens[model] = context_tokens
+        self._found: dict[tuple[object, ...], _Instrument] = {}  # children, by call signature
+        self._infos: dict[str, tuple[str, ...]] = {}  # label values, by metric
+        for name in self._by_model:
+            if not self._specs[name].labels:
+                self._child(name, {})
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:
         """Add to a counter or gauge."""
@@ -92,12 +113,15 @@ class Metrics:
         child.set(value)
 
     def set_info(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge that has a single series, whose labels carry the information."""
+        """Set a gauge with a single series for each model, whose labels carry the information."""
         gauge = self._instruments[name]
         if not isinstance(gauge, Gauge):
             raise ValueError(f"{name} is not a gauge")
-        gauge.clear()
-        gauge.labels(**labels).set(value)
+        values = (*(labels[label] for label in self._specs[name].labels), self._model)
+        if (earlier := self._infos.get(name, values)) != values:
+            gauge.remove(*earlier)
+        self._infos[name] = values
+        gauge.labels(*values).set(value)
 
     def set_cache_info(self, blocks: int, block_tokens: int, dtype: str = "auto") -> None:
         """Export the number and size of the KV blocks of a fleet or a worker, as vLLM does."""
@@ -111,12 +135,20 @@ class Metrics:
 
     def exemplars(self) -> dict[str, Exemplar]:
         """Return the exemplars of buckets, by series as on the page."""
-        return {
-            series_text(f"{name}_bucket", labels): exemplar
-            for name, instrument in self._instruments.items()
-            if isinstance(instrument, Histogram)
-            for labels, exemplar in instrument.exemplars()
-        }
+        kept: dict[str, Exemplar] = {}
+
+        def keep(of: str, name: str, bounds: Sequence[float], group: Group) -> None:
+            instrument = self._instruments[of]
+            if isinstance(instrument, Histogram):
+                for labels, exemplar in instrument.exemplars(bounds, group):
+                    kept[series_text(f"{name}_bucket", labels)] = exemplar
+
+        for name, spec in self._specs.items():
+            keep(name, name, spec.buckets, _without_model)
+        for series in VLLM_SERIES[self.component]:
+            for model, bounds in self._bounds_of(series):
+                keep(series.of, series.full_name, bounds, partial(_group_of, series, model))
+        return kept
 
     def histogram(self, name: str, **labels: str) -> Histogram:
         """Return one series of a histogram, for callers that observe once per token."""
@@ -125,15 +157,15 @@ class Metrics:
             raise ValueError(f"{name} is not a histogram")
         return child
 
-    def value(self, name: str, **labels: str) -> float:
-        """Return the current value, or the sum of a histogram. For tests and status pages."""
-        labels = {label: str(value) for label, value in labels.items()}
-        samples = {"counter": f"{name}_total", "gauge": name, "histogram": f"{name}_sum"}
-        return self._registry.get_sample_value(samples[self._specs[name].kind], labels) or 0.0
-
     def render(self) -> bytes:
         """Return the page in Prometheus' text format."""
+        self.refresh()
         return generate_latest(_Page(self.families)) + generate_latest(self._process)
+
+    def refresh(self) -> None:
+        """Set the gauges that are read on demand."""
+        for show in self.before_page:
+            show()
 
     @property
     def together(self) -> dict[str, str]:
@@ -147,10 +179,9 @@ class Metrics:
     def families(self) -> Iterable[Metric]:
         """Yield all families: own names, then those of vLLM.
 
-        Without the ``_created`` series, which double the page and are unused.
+        Without the ``_created`` series, which double the page and are unused. Threads may read
+        them: `refresh` comes before.
         """
-        for show in self.before_page:
-            show()
         own: dict[str, Metric] = {}
         for name, instrument in self._instruments.items():
             [family] = instrument.collect()
@@ -158,29 +189,48 @@ class Metrics:
                 sample for sample in family.samples if not sample.name.endswith("_created")
             ]
             own[name] = family
-            yield family
+            yield self._added_up(name, family) if name in self._by_model else family
         for series in VLLM_SERIES[self.component]:
             yield self._vllm_family(series, own[series.of])
 
+    def _added_up(self, name: str, family: Metric) -> Metric:
+        """Return a family that is counted by model without its model."""
+        spec = self._specs[name]
+        if isinstance(instrument := self._instruments[name], Histogram):
+            return instrument.family(name, spec.help, spec.buckets, _without_model)
+        return add_up(family, name, _without_model, largest=spec.is_alike)
+
     def _vllm_family(self, series: VllmSeries, own: Metric) -> Metric:
-        added = {"engine": "0", "model_name": self._model, **series.fixed}
-
-        def group(labels: Mapping[str, str]) -> Mapping[str, str] | None:
-            grouped = series.group_of(labels)
-            return None if grouped is None else {**added, **grouped}
-
-        instrument = self._instruments[series.of]
-        start = [{**added, **labels} for labels in series.groups]
         name = series.full_name
         text = self._specs[series.of].help
-        if isinstance(instrument, Histogram):
-            bounds = [
-                bound
-                for bound in series.buckets
-                if not series.is_capped or bound <= self._context_tokens
-            ]
-            return instrument.family(name, text, bounds, group, start)
-        return add_up(own, name, group, start, inverted=series.inverted)
+        instrument = self._instruments[series.of]
+        shown = Metric(name, text, own.type)
+        for model, bounds in self._bounds_of(series):
+            group = partial(_group_of, series, model)
+            start = [{**_of_vllm(series, model), **labels} for labels in series.groups]
+            if isinstance(instrument, Histogram):
+                family = instrument.family(name, text, bounds, group, start)
+            else:
+                family = add_up(own, name, group, start, inverted=series.inverted)
+            shown.samples += family.samples
+        return shown
+
+    def _bounds_of(self, series: VllmSeries) -> Iterator[tuple[str, list[float]]]:
+        """Yield each model and its bounds of a series' buckets."""
+        for model, context_tokens in self._context_tokens.items():
+            most = context_tokens if series.is_capped else inf
+            yield model, [bound for bound in series.buckets if bound <= most]
+
+    def _instrument(self, name: str, spec: MetricSpec) -> _Instrument:
+        labels = (*spec.labels, _MODEL) if name in self._by_model else spec.labels
+        if spec.kind == "counter":
+            return Counter(name, spec.help, labels, registry=self._registry)
+        if spec.kind == "gauge":
+            return Gauge(name, spec.help, labels, registry=self._registry)
+        finer = finer_bounds(self.component, name)
+        histogram = Histogram(name, spec.help, labels, spec.buckets, finer)
+        self._registry.register(histogram)
+        return histogram
 
     def _child(self, name: str, labels: Mapping[str, str]) -> _Instrument:
         found = self._found.get((name, *labels.items()))
@@ -188,21 +238,22 @@ class Metrics:
 
     def _find(self, name: str, labels: Mapping[str, str]) -> _Instrument:
         spec = self._specs[name]
-        if not spec.labels and not labels:
+        model = (self._model,) if name in self._by_model else ()
+        if not spec.labels and not labels and not model:
             return self._instruments[name]
         if set(labels) != set(spec.labels):
             raise ValueError(f"{name} takes labels {spec.labels}, got {tuple(labels)}")
-        values = tuple(str(labels[label]) for label in spec.labels)
+        values = (*(str(labels[label]) for label in spec.labels), *model)
         child = self._children.get((name, values))
         if child is not None:
             self._found[name, *labels.items()] = child
             return child
-        known = self._label_sets.get(name, 0)
+        known = self._label_sets.get((name, *model), 0)
         if known >= MAX_LABEL_SETS:
             # Values may come from requests (a tenant's name) and must not grow this process.
             self.inc("baton_label_overflows", metric=name)
-            return self._instruments[name].labels(*(_OTHER for _ in values))
-        self._label_sets[name] = known + 1
+            return self._instruments[name].labels(*(_OTHER for _ in spec.labels), *model)
+        self._label_sets[name, *model] = known + 1
         child = self._children[name, values] = self._instruments[name].labels(*values)
         return child
 
@@ -218,66 +269,57 @@ class _Page(Collector):
         return self._families()
 
 
-def _instrument(
-    name: str, spec: MetricSpec, registry: CollectorRegistry, finer: Iterable[float]
-) -> _Instrument:
-    if spec.kind == "counter":
-        return Counter(name, spec.help, spec.labels, registry=registry)
-    if spec.kind == "gauge":
-        return Gauge(name, spec.help, spec.labels, registry=registry)
-    histogram = Histogram(name, spec.help, spec.labels, spec.buckets, finer)
-    registry.register(histogram)
-    return histogram
+def _without_model(labels: Mapping[str, str]) -> Mapping[str, str]:
+    return {label: value for label, value in labels.items() if label != _MODEL}
 
 
-class MetricsServer:
-    """HTTP server for the page ``/metrics``, started by `serve_metrics`."""
-
-    def __init__(self, server: asyncio.Server, address: str) -> None:
-        self._server = server
-        self.address = address  # host:port
-
-    async def close(self) -> None:
-        """Stop listening and close open connections."""
-        self._server.close()
-        if sys.version_info >= (3, 13):  # in older versions connections end by themselves
-            self._server.close_clients()
+def _of_vllm(series: VllmSeries, model: str) -> dict[str, str]:
+    return {"engine": "0", _MODEL: model} if series.has_engine else {_MODEL: model}
 
 
+def _group_of(
+    series: VllmSeries, model: str, labels: Mapping[str, str]
+) -> Mapping[str, str] | None:
+    """Return the labels of a model's series that one of Baton's is counted in; None: in none."""
+    if labels[_MODEL] != model:
+        return None
+    grouped = series.group_of(_without_model(labels))
+    return None if grouped is None else {**_of_vllm(series, model), **grouped}
+
+
+@contextlib.asynccontextmanager
 async def serve_metrics(
     metrics: Metrics, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None
-) -> MetricsServer:
-    """Serve ``metrics`` over HTTP, or over HTTPS with ``tls``; port 0 chooses a free one."""
+) -> AsyncIterator[str]:
+    """Serve ``/metrics`` by HTTP, or HTTPS with ``tls``, within the context; yield its address."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A peer that disconnects or sends an invalid request affects only this connection.
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             async with asyncio.timeout(_REQUEST_LIMIT_S):
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(_response(metrics, head))
+                writer.write(_response(metrics, await reader.readuntil(b"\r\n\r\n")))
                 await writer.drain()
         writer.close()
 
     limit_s = None if tls is None else _REQUEST_LIMIT_S
     server = await asyncio.start_server(answer, host, port, ssl=tls, ssl_handshake_timeout=limit_s)
-    bound_host, bound_port = server.sockets[0].getsockname()[:2]
-    return MetricsServer(server, join_address(bound_host, bound_port))
+    try:
+        yield join_address(*server.sockets[0].getsockname()[:2])
+    finally:
+        server.close()
+        if sys.version_info >= (3, 13):  # in older versions connections end by themselves
+            server.close_clients()
 
 
 def _response(metrics: Metrics, head: bytes) -> bytes:
     method, _, rest = head.partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
+    status, kind, body = "200 OK", metrics.content_type, b""
     if method not in (b"GET", b"HEAD"):
-        status = "405 Method Not Allowed"
-        kind = "text/plain"
-        body = b"only GET\n"
+        status, kind, body = "405 Method Not Allowed", "text/plain", b"only GET\n"
     elif path != b"/metrics":
-        status = "404 Not Found"
-        kind = "text/plain"
-        body = b"see /metrics\n"
+        status, kind, body = "404 Not Found", "text/plain", b"see /metrics\n"
     else:
-        status = "200 OK"
-        kind = metrics.content_type
         body = metrics.render()
     header = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
     return header.encode() + b"Connection: close\r\n\r\n" + (b"" if method == b"HEAD" else body)

@@ -9,6 +9,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping
+from socket import gethostname
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 MAX_PASSED = 8192  # characters of `baggage`: W3C's limit
+_ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - these are no address of a server
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-[0-9a-f]{16}-([0-9a-f]{2})")
 
 
@@ -38,7 +40,8 @@ class Tracing:
     """
 
     def __init__(self, component: str, host: str = "", port: int = 0) -> None:
-        self.server: dict[str, str | int] = {SERVER_ADDRESS: host, SERVER_PORT: port}
+        address = gethostname() if host in _ANY_ADDRESS else host
+        self.server: dict[str, str | int] = {SERVER_ADDRESS: address, SERVER_PORT: port}
         self._pipeline = _pipeline(component, os.environ)
         self.tracer: trace.Tracer = (
             self._pipeline[0].get_tracer(f"baton.{component}")

@@ -15,11 +15,11 @@ _LATENCY = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-_FIRST_TOKEN = (
+FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-_BETWEEN_TOKENS = (
+BETWEEN_TOKENS_S = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0),
 )
@@ -46,10 +46,12 @@ _TIERS = {
 _REASONS = {
     "stop": ("stop", "tool_calls"),
     "length": ("length",),
-    "abort": ("cancelled", "client_closed", "deadline_exceeded"),
+    "abort": ("abort", "cancelled", "client_closed", "deadline_exceeded"),
     "error": (),
     "repetition": (),
 }
+
+_REFUSED = {"max_num_queued_reqs": ("queue_full", "slo_unreachable"), "max_num_queued_tokens": ()}
 
 
 class VllmSeries(NamedTuple):
@@ -60,12 +62,12 @@ class VllmSeries(NamedTuple):
         of: Metric of Baton.
         by: Label of Baton's metric that decides which series count; others are summed over.
         label: Label of vLLM that has the keys of ``values``; empty: the only key is no label.
-        values: vLLM's value to values of ``by``.
+        values: vLLM's value to values of ``by``; without ``by`` the first one has all series.
         rest: vLLM's value for all other values of ``by``; empty: they do not count.
         keeps: Whether all labels of Baton's metric are kept.
         buckets: Upper bounds of vLLM's buckets.
-        fixed: Further labels.
         inverted: Whether vLLM's gauge is 1 when Baton's is 0.
+        has_engine: Whether it has the label ``engine``, as nearly all.
     """
 
     name: str
@@ -76,8 +78,8 @@ class VllmSeries(NamedTuple):
     rest: str = ""
     keeps: bool = False
     buckets: tuple[float, ...] = ()
-    fixed: Mapping[str, str] = MappingProxyType({})
     inverted: bool = False
+    has_engine: bool = True
 
     @property
     def full_name(self) -> str:
@@ -128,12 +130,15 @@ _STATE = (
 )
 
 
+_WAITS: Mapping[str, tuple[str, ...]] = {"capacity": (), "deferred": ()}
+
+
 def _load(running: str, waiting: str, usage: str) -> tuple[VllmSeries, ...]:
     """Return the series of load; Baton defers no requests, which vLLM counts apart."""
     return (
         VllmSeries("num_requests_running", running),
         VllmSeries("num_requests_waiting", waiting),
-        VllmSeries("num_requests_waiting_by_reason", waiting, fixed={"reason": "capacity"}),
+        VllmSeries("num_requests_waiting_by_reason", waiting, label="reason", values=_WAITS),
         VllmSeries("kv_cache_usage_perc", usage),
         VllmSeries("gpu_cache_usage_perc", usage),
     )
@@ -156,6 +161,9 @@ _ROUTER = (
     VllmSeries(
         "request_success", "baton_finished_choices", "reason", "finished_reason", _REASONS, "error"
     ),
+    VllmSeries(
+        "admission_rejections", "baton_rejections", "code", "reason", _REFUSED, has_engine=False
+    ),
     _TOKENS("request_prompt_tokens", "baton_request_prompt_tokens"),
     _TOKENS("request_generation_tokens", "baton_request_generation_tokens"),
     _TOKENS("request_max_num_generation_tokens", "baton_request_longest_choice_tokens"),
@@ -163,10 +171,12 @@ _ROUTER = (
     _TOKENS("request_prefill_kv_computed_tokens", "baton_request_computed_tokens"),
     VllmSeries("request_params_n", "baton_request_choices", buckets=(1, 2, 5, 10, 20)),
     VllmSeries("request_num_preemptions", "baton_request_preemptions", buckets=_PREEMPTIONS),
-    VllmSeries("time_to_first_token_seconds", _FIRST, buckets=_FIRST_TOKEN),
-    VllmSeries("inter_token_latency_seconds", "baton_inter_token_seconds", buckets=_BETWEEN_TOKENS),
-    VllmSeries("request_time_per_output_token_seconds", _PER_TOKEN, buckets=_BETWEEN_TOKENS),
-    VllmSeries("time_per_output_token_seconds", _PER_TOKEN, buckets=_BETWEEN_TOKENS),
+    VllmSeries("time_to_first_token_seconds", _FIRST, buckets=FIRST_TOKEN_S),
+    VllmSeries(
+        "inter_token_latency_seconds", "baton_inter_token_seconds", buckets=BETWEEN_TOKENS_S
+    ),
+    VllmSeries("request_time_per_output_token_seconds", _PER_TOKEN, buckets=BETWEEN_TOKENS_S),
+    VllmSeries("time_per_output_token_seconds", _PER_TOKEN, buckets=BETWEEN_TOKENS_S),
     _LATENCY_OF("e2e_request_latency_seconds", "baton_e2e_seconds"),
     _LATENCY_OF("request_inference_time_seconds", "baton_running_seconds"),
     _PHASE("request_queue_time_seconds", values={"": ("queue",)}),
@@ -174,14 +184,16 @@ _ROUTER = (
     _PHASE("request_decode_time_seconds", values={"": ("decode",)}),
 )
 _FAILED = {"": ("failed",)}
-_AWAKE = {"sleep_state": "awake"}
+_SLEEP = dict.fromkeys(("awake", "weights_offloaded", "discard_all"), ())
 _WORKER = (
     *_load("baton_running_requests", "baton_waiting_requests", "baton_kv_usage_ratio"),
     *_STATE,
     *_TOKENS_BY_SOURCE,
     VllmSeries("num_preemptions", "baton_preemptions"),
     VllmSeries("iteration_tokens_total", "baton_step_tokens", buckets=_STEP_TOKENS),
-    VllmSeries("engine_sleep_state", "baton_worker_asleep", fixed=_AWAKE, inverted=True),
+    VllmSeries(
+        "engine_sleep_state", "baton_worker_asleep", "", "sleep_state", _SLEEP, inverted=True
+    ),
     VllmSeries("spec_decode_num_drafts", "baton_spec_drafts"),
     VllmSeries("spec_decode_num_draft_tokens", "baton_spec_draft_tokens"),
     VllmSeries("spec_decode_num_accepted_tokens", "baton_spec_accepted_tokens"),

@@ -108,15 +108,8 @@ def ls(at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
     columns += [Column(name, no_wrap=True) for name in names]
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for key in sorted(listed["keys"], key=lambda key: (key["tenant"], key["created"])):
-        table.add_row(
-            key["id"],
-            escape(key["tenant"]),
-            key["role"],
-            key["state"],
-            _day(key["created"]),
-            _day(key["expires"]),
-            key["last_used"] or "–",
-        )
+        days = (_day(key["created"]), _day(key["expires"]), key["last_used"] or "–")
+        table.add_row(key["id"], escape(key["tenant"]), key["role"], key["state"], *days)
     Console().print(table)
     age_s = listed["age_s"]
     if age_s is None or age_s > _STALE_S:

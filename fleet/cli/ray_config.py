@@ -49,7 +49,9 @@ def _fleet_of(config: dict[str, Any], python: str | None, left_out: list[str]) -
     """Return the fleet file keys of one model; append to ``left_out`` what has none."""
     parts = [(part, config.get(part) or {}) for part in _PARTS]
     rest = {f"{part}.{key}": value for part, keys in parts for key, value in keys.items()}
-    rest |= {key: value for key, value in config.items() if key not in (*_PARTS, "llm_engine")}
+    rest |= {key: value for key, value in config.items() if key not in _PARTS}
+    if rest.get("llm_engine") == "vLLM":  # whose words `engine_kwargs` has
+        del rest["llm_engine"]
     name = rest.pop("model_loading_config.model_id")
     source = rest.pop("model_loading_config.model_source", None) or name
     if not isinstance(source, str) or "://" in source:

@@ -1,6 +1,7 @@
 """Flags of ``vllm serve`` and the fleet file keys that they stand for: one table, `FLAGS`."""
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,8 +15,8 @@ from baton.config.other_words import OTHER_WORDS
 from baton.config.section import problem_of
 from baton.config.yaml_text import dotted
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
-_FACTORS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
+_SIZE = re.compile(r"(\d+)([kKmMgGtT]?)|(\d*\.\d+)([kmgt])")
+_PAIR = ("name", "path")
 _WORDS = {
     **dict.fromkeys(("bfloat16", "bf16"), "bf16"),
     **dict.fromkeys(("float", "float32"), "fp32"),
@@ -39,13 +40,18 @@ class Flag(NamedTuple):
     nargs: int | str | None = None  # number of words, as argparse counts them
 
 
-def _size(text: str) -> int | None:
-    if text in ("auto", "-1"):
-        return None
+def _size(text: str) -> int:
+    """Return a number with a unit: k is 1,000, K is 1,024."""
     matched = _SIZE.fullmatch(text)
     if matched is None:
         raise ValueError("must be a number, such as 8192 or 8k")
-    return int(float(matched[1]) * _FACTORS[matched[2]])
+    unit = matched[2] or matched[4] or ""
+    power = "kmgt".find(unit.lower()) + 1 if unit else 0
+    return int(float(matched[1] or matched[3]) * (1000 if unit.islower() else 1024) ** power)
+
+
+def _context(text: str) -> int | None:
+    return None if text in ("auto", "-1") else _size(text)
 
 
 def _word(text: str) -> str | None:
@@ -55,7 +61,15 @@ def _word(text: str) -> str | None:
 
 
 def _adapters(words: list[str]) -> dict[str, str]:
-    return {name: _file(path) for name, path in (word.split("=", 1) for word in words)}
+    """Return the paths of adapters by name, from NAME=PATH or vLLM's JSON for one."""
+    given = [dict(_pair(word)) for word in words]
+    if odd := {key for each in given for key in each} - {*_PAIR, "base_model_name"}:
+        raise ValueError(f"{', '.join(sorted(odd))}: no such thing")
+    return {each["name"]: _file(each["path"]) for each in given}
+
+
+def _pair(word: str) -> Any:
+    return json.loads(word) if word[:1] == "{" else zip(_PAIR, word.split("=", 1), strict=True)
 
 
 def _file(text: str) -> str:
@@ -64,22 +78,22 @@ def _file(text: str) -> str:
 
 FLAGS = (
     Flag("--host", "host"),
-    Flag("--port", "port", _size),
+    Flag("--port", "port", int),
     Flag("--served-model-name", "served_model_name", list, nargs="+"),
     Flag("--chat-template", "chat_template", _file),
-    Flag("--max-model-len", OTHER_WORDS["max_model_len"], _size),
-    Flag("--max-num-seqs", OTHER_WORDS["max_num_seqs"], _size),
+    Flag("--max-model-len", OTHER_WORDS["max_model_len"], _context),
+    Flag("--max-num-seqs", OTHER_WORDS["max_num_seqs"], int),
     Flag("--max-num-batched-tokens", OTHER_WORDS["max_num_batched_tokens"], _size, own=True),
-    Flag("--tensor-parallel-size -tp", OTHER_WORDS["tensor_parallel_size"], _size, own=True),
-    Flag("--data-parallel-size -dp", "pools.decode", _size),
-    Flag("--num-gpu-blocks-override", "kv_blocks_per_worker", _size, own=True),
+    Flag("--tensor-parallel-size -tp", OTHER_WORDS["tensor_parallel_size"], int, own=True),
+    Flag("--data-parallel-size -dp", "pools.decode", int),
+    Flag("--num-gpu-blocks-override", "kv_blocks_per_worker", int, own=True),
     Flag("--dtype", "dtype", _word, own=True),
     Flag("--quantization -q", OTHER_WORDS["quantization"], own=True),
     Flag("--kv-cache-dtype", "quantisation.kv", _word, own=True),
-    Flag("--enable-lora", "", lambda _: None, own=True, nargs=0),
+    Flag("--enable-lora --no-enable-lora", "", lambda _: None, own=True, nargs=0),
     Flag("--lora-modules", "adapters.load", _adapters, nargs="+"),
-    Flag("--max-loras", OTHER_WORDS["max_loras"], _size, own=True),
-    Flag("--max-lora-rank", OTHER_WORDS["max_lora_rank"], _size, own=True),
+    Flag("--max-loras", OTHER_WORDS["max_loras"], int, own=True),
+    Flag("--max-lora-rank", OTHER_WORDS["max_lora_rank"], int, own=True),
     Flag("--api-key", "api_keys", lambda keys: dict.fromkeys(keys, "default"), nargs="+"),
     Flag("--ssl-certfile", "clients.tls.certificate", _file),
     Flag("--ssl-keyfile", "clients.tls.key", _file),
@@ -93,9 +107,9 @@ INSTEAD = {
     "--enable-auto-tool-choice": _ALWAYS,
     "--tool-call-parser": _ALWAYS,
     "--reasoning-parser": _ALWAYS,
-    "--gpu-memory-utilization": _BLOCKS,
+    **dict.fromkeys(("--gpu-memory-utilization", "--device-memory-utilization"), _BLOCKS),
     "--kv-cache-memory-bytes": _BLOCKS,
-    "--speculative-config": "set `speculation` in a fleet file",
+    **dict.fromkeys(("--speculative-config", "-sc"), "set `speculation` in a fleet file"),
     "--kv-transfer-config": "set `pools: {prefill: 1, decode: 1}` in a fleet file",
 }
 """Flags without a key, and what takes their place."""
@@ -117,12 +131,9 @@ def keys_of(words: list[str], *, by_vllm: bool) -> tuple[str | None, dict[str, A
         alone = {"action": "store_true", "default": None}
         options: dict[str, Any] = alone if flag.nargs == 0 else {"nargs": flag.nargs}
         parser.add_argument(*flag.names.split(), dest=flag.names, **options)
-    given, rest = parser.parse_known_args(words[len(first) :])
+    given, rest = parser.parse_known_args([_dashed(word) for word in words[len(first) :]])
     if rest and not by_vllm:
-        name = rest[0].partition("=")[0]
-        other = "no such thing; docs/reference/fleet-file.md lists the keys that Baton has"
-        other = other if name.startswith("-") else "is no flag; the model is the first word"
-        raise FlagError(f"{name}: {INSTEAD.get(name, other)}")
+        raise FlagError(_why_not(rest[0].partition("=")[0]))
     keys: dict[str, Any] = {}
     for flag in flags:
         if (value := getattr(given, flag.names)) is None:
@@ -139,6 +150,20 @@ def keys_of(words: list[str], *, by_vllm: bool) -> tuple[str | None, dict[str, A
             place = place.setdefault(part, {})
         place[last] = meant
     return reference(given.model, given.revision), keys, rest
+
+
+def _dashed(word: str) -> str:
+    """Return a flag with dashes in place of underscores, as vLLM reads it."""
+    return re.sub(r"^--\w[\w-]*", lambda name: name[0].replace("_", "-"), word)
+
+
+def _why_not(name: str) -> str:
+    if not name.startswith("-"):
+        return f"{name}: is no flag; the model is the first word"
+    other = "no such thing; docs/reference/fleet-file.md lists the keys that Baton has"
+    if INSTEAD.get(name.replace("--no-", "--", 1)) == _ALWAYS and name.startswith("--no-"):
+        other = "Baton cannot switch it off"
+    return f"{name}: {INSTEAD.get(name.partition('.')[0], other)}"
 
 
 def reference(model: str | None, revision: str | None = None) -> str | None:

@@ -10,7 +10,8 @@
     roll      worker_ids, move           restart one after another, each drained first
     scale     prefill, decode            change the pool sizes: turn workers before any starts
     scale     roles                      "auto": the planner changes roles; "hold": it does not
-    load                                 start as many workers as the fleet file has
+    load      asleep                     start as many workers as the fleet file has; ``asleep``:
+                                         only if all are to be stopped
     unload                               drain and stop all workers, until `load`
     plan                                 the planner's mode and last decisions
     close     node                       place nothing there and move its workers
@@ -89,6 +90,8 @@ class CommandDesk:
         if order.verb == "scale":
             return await self._scale(order.arguments)
         if order.verb in ("load", "unload"):
+            if order.arguments.get("asleep") and any(self.machine.wanted.values()):
+                return CommandReply()
             return await self._load(load=order.verb == "load")
         if order.verb in ("close", "open"):
             return await self._close(str(order.arguments.get("node", "")), order.verb == "close")

@@ -149,11 +149,11 @@ async def start_servers(
     host = context.settings.host
     ports = context.settings.ports
     page = context.tls.page_context() if context.tls is not None else None
-    metrics_server = await serve_metrics(context.metrics, host, free_port(host, ports), page)
-    stack.push_async_callback(metrics_server.close)
+    pages = serve_metrics(context.metrics, host, free_port(host, ports), page)
+    metrics_address = await stack.enter_async_context(pages)
     server = grpc.aio.server(interceptors=[TokenInterceptor(context.token)], options=SERVER_OPTIONS)
     port = listen(server, join_address(host, free_port(host, ports)), context.tls)
-    return server, join_address(host, port), metrics_server.address
+    return server, join_address(host, port), metrics_address
 
 
 async def start_services(

@@ -29,7 +29,6 @@ class Picker:
     """Chooses servers for the requests of gateways."""
 
     def __init__(self, process: Process) -> None:
-        self.metrics = process.metrics
         self._lanes = process.lanes
         self.own = OwnLoad()
         self._recent: dict[bytes, RecentBlocks] = {}  # by incarnation
@@ -86,7 +85,7 @@ class Picked:
         self.endpoint = slot.record.server
         self._request = request
         self._placer = placer
-        self._metrics = picker.metrics
+        self._metrics = lane.metrics
         self._computed = False
         self._placement = placer.place(request, quote=quote)
         self._own = picker.own

@@ -41,12 +41,7 @@ class LaneTable:
     def of(
         self, name: str, tenant: str | None = None, allowed: Sequence[str] | None = None
     ) -> Lane:
-        """Return the lane of a model or adapter, if the tenant (None: any tenant) may use it.
-
-        Args:
-            name: Name of the model or adapter.
-            tenant: Tenant of the caller.
-            allowed: Names that the tenant may use; None: all.
+        """Return the lane of a model or adapter that a tenant may use; see `ServedModel.serves`.
 
         Raises:
             ModelNotFoundError: The name is not served, or not allowed.

@@ -110,14 +110,16 @@ class AccessControl:
 
         Raises:
             UnauthorizedError: The API key is missing, unknown, expired or revoked.
-            ForbiddenError: The API key reads metrics only.
+            ForbiddenError: The API key is for scrapes only.
             UnavailableError: The keys for tokens cannot be read.
             InvalidRequestError: The value of ``x-baton-tenant`` is invalid.
         """
         if self.needs_key:
             key_id, key = self._key_of(headers)
             if key.role == "metrics":
-                raise ForbiddenError("an API key with the role `metrics` reads /metrics only")
+                raise ForbiddenError(
+                    "an API key with the role `metrics` reads /metrics, /load and /fleet/targets"
+                )
             policy = self.policies.of(key.tenant)
             return Access(
                 tenant=key.tenant,
@@ -159,7 +161,7 @@ class AccessControl:
             return False
 
     def check_scrape(self, headers: Mapping[str, str]) -> None:
-        """Reject callers that may not read ``/metrics``, if the fleet has API keys."""
+        """Reject callers that may not scrape metrics, if the fleet has API keys."""
         if self.needs_key and self._key_of(headers)[1].role == "tenant":
             raise ForbiddenError("an API key with the role `metrics` or `operator` is required")
 

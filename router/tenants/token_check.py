@@ -23,7 +23,7 @@ MAX_KEYS = 64  # of an issuer
 KEPT_TOKENS = 8192
 STALE_S = 24 * 3600  # after which keys that could not be read again do not count
 _ALGORITHMS = tuple(f"{family}{bits}" for family in ("RS", "PS", "ES") for bits in (256, 384, 512))
-_JWS = JWSRegistry(algorithms=(*_ALGORITHMS, "Ed25519"), strict_check_header=False)
+_JWS = JWSRegistry(algorithms=(*_ALGORITHMS, "Ed25519", "EdDSA"), strict_check_header=False)
 
 
 class CheckedToken(NamedTuple):

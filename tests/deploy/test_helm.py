@@ -8,6 +8,7 @@ import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jsonschema
 import pytest
@@ -134,6 +135,64 @@ def test_what_is_rendered_fits_its_schemas_and_is_labelled(name: str, tmp_path: 
             load_config(file)
 
 
+def by_kind(values: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [each for each in documents(values, "prod") if each["kind"] == kind]
+
+
+@pytest.mark.parametrize("port", [8009, 0])
+@pytest.mark.parametrize("name", ["tls", "attached", "gateway"])
+def test_scrapes_reach_a_port_that_the_pods_open(name: str, port: int) -> None:
+    """They used the clients' port, whose connections and keys are those of clients."""
+    values = CASES[name]
+    values = values | {"monitoring": values["monitoring"] | {"port": port}}
+    config = fleet_of(values)
+    listens = config.clients.monitoring.port if config.clients.monitoring else config.port
+    assert (config.clients.monitoring is not None) == bool(port)
+    (server,) = by_kind(values, "Deployment")
+    labels = server["spec"]["template"]["metadata"]["labels"]
+    (container,) = server["spec"]["template"]["spec"]["containers"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    (pods,) = by_kind(values, "PodMonitor")
+    (services,) = by_kind(values, "ServiceMonitor")
+    service = next(
+        each for each in by_kind(values, "Service") if each["metadata"]["name"] == "prod-metrics"
+    )
+    wanted = services["spec"]["selector"]["matchLabels"].items()
+    assert wanted <= service["metadata"]["labels"].items()
+    (shown,) = service["spec"]["ports"]
+    for selector, endpoint in (
+        (pods["spec"]["selector"]["matchLabels"], pods["spec"]["podMetricsEndpoints"][0]),
+        (service["spec"]["selector"], services["spec"]["endpoints"][0]),
+    ):
+        assert selector.items() <= labels.items()
+        assert ("authorization" in endpoint) == (not port)
+        assert ports[endpoint["port"]] == listens == shown["port"]
+        assert shown["name"] == shown["targetPort"] == endpoint["port"]
+    assert ports[container["livenessProbe"]["httpGet"]["port"]] == listens
+    assert ports[container["readinessProbe"]["httpGet"]["port"]] == config.port
+    policy = next(
+        each["spec"]
+        for each in by_kind(values, "NetworkPolicy")
+        if each["spec"]["podSelector"].get("matchLabels", {}).items() <= labels.items()
+        and "matchExpressions" not in each["spec"]["podSelector"]
+    )
+    rules = {p["port"]: "from" in rule for rule in policy["ingress"] for p in rule["ports"]}
+    assert rules.pop(config.port) is False
+    assert rules.pop(listens, False) == bool(port), "metrics name tenants"
+    assert rules == ({9002: False} if name == "gateway" else {})
+
+
+def test_workers_are_scraped_with_the_fleets_certificates() -> None:
+    (scrape,) = by_kind(TLS, "ScrapeConfig")
+    url = urlsplit(scrape["spec"]["httpSDConfigs"][0]["url"])
+    names = [each["metadata"]["name"] for each in by_kind(TLS, "Service")]
+    assert (url.hostname.partition(".")[0] in names, url.port) == (True, 8009)
+    config = fleet_of(TLS)
+    tls = scrape["spec"]["tlsConfig"]
+    assert tls["serverName"] == config.pools.tls.files(config.fleet).name
+    assert tls["cert"]["secret"]["name"] == tls["keySecret"]["name"] == "baton-mesh"
+
+
 def roles_of(values: dict[str, Any]) -> dict[str, list[str]]:
     """Return the labels for the role of each kind of object that has pods with workers."""
     return {
@@ -154,7 +213,7 @@ def test_pods_with_workers_have_the_label_of_their_role() -> None:
 
 
 def fleet_of(values: dict[str, Any]) -> FleetConfig:
-    given = yaml.safe_load(fleet_file(documents(values)))
+    given = yaml.safe_load(fleet_file(documents(values, "prod")))
     return FleetConfig.model_validate(given)
 
 
@@ -198,6 +257,8 @@ def test_keda_reads_the_planners_wish_and_scales_nodes_that_no_one_else_counts()
         ({"redis": {"host": "r"}}, "tls.clients"),
         ({"redis": {"host": "r"}, "fleet": {"clients": {"insecure": True}}}, "tls.fleet"),
         (BARE | {"keda": {"enabled": True}}, "fleet.pools.auto"),
+        (BARE | {"monitoring": {"port": 8000}}, "monitoring.port"),
+        (BARE | {"fleet": INSECURE | {"clients": {"monitoring": {"port": 1}}}}, "fleet"),
         (BARE | {"revisions": {"a": {}}, "live": "b"}, "none of revisions"),
         (ATTACHED | {"attached": {"servers": []}}, "attached"),
         (BARE | {"fleet": INSECURE | {"redis": "redis://r"}}, "fleet"),
@@ -264,7 +325,11 @@ def connected(api: KubernetesApi) -> Any:
 def test_helm_installs_upgrades_and_uninstalls(api: KubernetesApi) -> None:
     api.objects["/api/v1/namespaces/baton/secrets/baton"] = {"kind": "Secret"}  # the operator's
     before = set(api.objects)
-    changed = TLS | {"routers": {"replicas": 5}, "image": {"tag": "0.4.0"}, "monitoring": {}}
+    changed = TLS | {
+        "routers": {"replicas": 5},
+        "image": {"tag": "0.4.0"},
+        "monitoring": {"port": 0},
+    }
     with connected(api) as releases:
         releases.install(CHART, "prod", TLS)
         installed = dict(api.objects)
@@ -294,6 +359,6 @@ def test_a_field_that_cannot_change_stops_an_upgrade(api: KubernetesApi) -> None
 
 def test_the_plain_manifests_are_those_of_the_chart() -> None:
     files = plain_files()
-    assert len(files) == 11
+    assert len(files) == 12
     for path, text in files.items():
         assert path.read_text() == text, "run: python -m tests.house.manifests"

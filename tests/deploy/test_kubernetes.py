@@ -265,10 +265,11 @@ def test_ports_are_the_same_in_the_fleet_file_the_policies_and_the_service() -> 
     ports = [port for rule in rules for port in rule.get("ports", [])]
     ranges = {f"{p['port']}-{p['endPort']}" for p in ports if "endPort" in p}
     assert ranges == {config.pools.ports}
-    assert {p["port"] for p in ports if "endPort" not in p} == {config.port}
+    own = [config.port, config.clients.monitoring.port]
+    assert {p["port"] for p in ports if "endPort" not in p} == set(own)
     templates = dict(pod_templates())
     (container,) = templates["router"]["spec"]["containers"]
-    assert [p["containerPort"] for p in container["ports"]] == [config.port]
+    assert [p["containerPort"] for p in container["ports"]] == own
     for kind, selected in (
         ("Service", {"router"}),
         ("PodDisruptionBudget", {"router", "prefill", "decode"}),
@@ -392,7 +393,14 @@ def test_kustomize_makes_a_picker_of_one_namespace() -> None:
     made = kustomized(GATEWAY)
     assert {one["metadata"]["namespace"] for one in made} == {"default"}
     kinds = sorted(one["kind"] for one in made)
-    assert kinds == ["Deployment", "HTTPRoute", "InferencePool", "Secret", "Service"]
+    assert kinds == [
+        "Deployment",
+        "HTTPRoute",
+        "InferencePool",
+        "NetworkPolicy",
+        "Secret",
+        "Service",
+    ]
     (secret,) = (one["metadata"]["name"] for one in made if one["kind"] == "Secret")
     (deployment,) = (one for one in made if one["kind"] == "Deployment")
     volumes = deployment["spec"]["template"]["spec"]["volumes"]

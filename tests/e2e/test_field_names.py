@@ -6,6 +6,7 @@ from tests.e2e.conftest import Pages, Pair
 from tests.e2e.fleet_processes import NAME
 from tests.telemetry import field_names
 
+STATES = field_names.LABEL_VALUES["sleep_state"]
 
 @pytest.fixture(scope="module")
 def pages(pair: Pair) -> Pages:
@@ -30,6 +31,8 @@ def test_a_metric_has_the_kind_labels_and_buckets_of_vllm(pages: Pages, name: st
     for family in holders:
         assert family.type == kind
         labels = {"engine", "model_name", *filter(None, [label])}
+        if name in field_names.WITHOUT_ENGINE:
+            labels.remove("engine")
         counts = [sample for sample in family.samples if not sample.name.endswith("_bucket")]
         assert {frozenset(sample.labels) for sample in counts} == {frozenset(labels)}
         assert {sample.labels["model_name"] for sample in counts} == {NAME}
@@ -80,7 +83,8 @@ def test_sums_agree(pages: Pages) -> None:
     cached = value("router", "prefix_cache_hits_total")
     assert value("router", "prefix_cache_queries_total") == prompt > 0
     assert value("router", "request_prefill_kv_computed_tokens_sum") == prompt - cached < prompt
-    assert value("decode", "engine_sleep_state", sleep_state="awake") == 1
+    states = {state: value("decode", "engine_sleep_state", sleep_state=state) for state in STATES}
+    assert states == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
     inference = value("router", "request_inference_time_seconds_sum")
     queue = value("router", "request_queue_time_seconds_sum")
     assert 0 < inference + queue <= value("router", "e2e_request_latency_seconds_sum")

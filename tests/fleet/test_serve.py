@@ -65,6 +65,9 @@ def test_each_flag_sets_its_key() -> None:
         assert value not in (None, "", keys) or name == "--enable-lora", name
     _, keys, _ = keys_of(["m", "--lora-modules", *words["--lora-modules"]], by_vllm=False)
     assert keys == {"adapters": {"load": {"a": "/b", "c": "/d"}}}
+    words = ["m", "--max_model_len=4_0", "--no-enable-lora", "--chat_template", "a_b"]
+    with pytest.raises(FlagError, match="max-model-len 4_0"):
+        keys_of(words, by_vllm=False)
     for name, tokens in {"8K": 8192, "1.5k": 1500, "2m": 2_000_000, "auto": None}.items():
         _, keys, _ = keys_of(["m", "--max-model-len", name], by_vllm=False)
         assert keys.get("max_context_tokens") == tokens
@@ -82,6 +85,14 @@ def test_each_flag_sets_its_key() -> None:
         ("m --max-model-len many", "must be a number"),
         ("m --lora-modules {", "--lora-modules"),
         ("m --lora-modules a", "--lora-modules"),
+        ('m --lora-modules {"name":"a","path":"b","is_3d_lora_weight":true}', "is_3d_lora_weight"),
+        ('m --lora-modules {"name":"a"}', "--lora-modules"),
+        ("m --no-enable-prefix-caching", "cannot switch it off"),
+        ("m --no-gpu-memory-utilization", "no such thing"),
+        ("m --gpu_memory_utilization 0.9", "--num-gpu-blocks-override"),
+        ("m --speculative-config.method ngram", "speculation"),
+        ("m --max-num-seqs 1k", "--max-num-seqs"),
+        ("m --max-model-len 1.5K", "must be a number"),
         ("m --port", "expected one argument"),
     ],
 )

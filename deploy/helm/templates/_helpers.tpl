@@ -88,22 +88,23 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
+{{- define "baton.fleetName" -}}
+{{ .Values.fleet.fleet | default .Release.Name }}{{ with .revision }}-{{ . }}{{ end }}
+{{- end -}}
+
 {{- /* Keys of the fleet file that follow from values. Keys of `fleet` come before them. */ -}}
 {{- define "baton.fleet" -}}
 {{- $v := .Values }}
 {{- $pools := dict }}
 {{- $fleet := dict "host" "0.0.0.0" }}
-{{- if .revision }}
-{{- $_ := set $fleet "fleet" (printf "%s-%s" ($v.fleet.fleet | default .Release.Name) .revision) }}
-{{- else }}
-{{- $_ := set $fleet "fleet" ($v.fleet.fleet | default .Release.Name) }}
-{{- end }}
+{{- $_ := set $fleet "fleet" (include "baton.fleetName" .) }}
 {{- if $v.redis.host }}
 {{- $_ := set $fleet "redis" (printf "%s://%s%s:%d/%d?password_file=/etc/baton-secrets/redis-password" (ternary "rediss" "redis" $v.redis.tls) (ternary (printf "%s@" $v.redis.user) "" (ne $v.redis.user "")) $v.redis.host (int $v.redis.port) (int $v.redis.db)) }}
 {{- end }}
 {{- $clients := dict }}
 {{- if $v.keys.secret }}{{ $_ := set $clients "api_keys_file" (printf "/etc/baton-keys/%s" $v.keys.file) }}{{ end }}
 {{- if $v.tls.clients }}{{ $_ := set $clients "tls" (dict "certificate" "/etc/baton-tls/clients/tls.crt" "key" "/etc/baton-tls/clients/tls.key") }}{{ end }}
+{{- if $v.monitoring.port }}{{ $_ := set $clients "monitoring" (dict "host" "0.0.0.0" "port" $v.monitoring.port) }}{{ end }}
 {{- if $clients }}{{ $_ := set $fleet "clients" $clients }}{{ end }}
 {{- if eq $v.mode "cluster" }}
 {{- if not $v.keda.enabled }}
@@ -124,6 +125,12 @@ imagePullSecrets:
 {{- end -}}
 
 {{- define "baton.httpPort" -}}{{ .Values.fleet.port | default 8000 }}{{- end -}}
+
+{{- /* Name and number of the port that is scraped. */ -}}
+{{- define "baton.scrapePortName" -}}{{ ternary "monitoring" "http" (ne (int .Values.monitoring.port) 0) }}{{- end -}}
+{{- define "baton.scrapePort" -}}
+{{- if .Values.monitoring.port }}{{ .Values.monitoring.port }}{{ else }}{{ include "baton.httpPort" . }}{{ end -}}
+{{- end -}}
 
 {{- /* Deployment of routers, of the process of attached servers, or of an endpoint picker. */ -}}
 {{- define "baton.server" -}}
@@ -156,7 +163,7 @@ spec:
         checksum/fleet: {{ include "baton.fleet" . | sha256sum }}
         {{- end }}
         prometheus.io/scrape: "true"
-        prometheus.io/port: {{ include "baton.httpPort" . | quote }}
+        prometheus.io/port: {{ include "baton.scrapePort" . | quote }}
     spec:
       {{- include "baton.pod" . | nindent 6 }}
       automountServiceAccountToken: false
@@ -189,6 +196,9 @@ spec:
             - {name: HF_HOME, value: /var/lib/baton/huggingface}
           ports:
             - {name: http, containerPort: {{ include "baton.httpPort" . }}}
+            {{- if .Values.monitoring.port }}
+            - {name: monitoring, containerPort: {{ .Values.monitoring.port }}}
+            {{- end }}
             {{- if $picks }}
             - {name: grpc, containerPort: 9002}
             {{- end }}
@@ -196,8 +206,8 @@ spec:
             httpGet: {path: /health/live, port: http, scheme: {{ $scheme }}}
             periodSeconds: 2
             failureThreshold: {{ ternary 60 300 (eq .component "router") }}
-          livenessProbe:
-            httpGet: {path: /health/live, port: http, scheme: {{ $scheme }}}
+          livenessProbe:      # connections of clients cannot delay it
+            httpGet: {path: /health/live, port: {{ include "baton.scrapePortName" . }}, scheme: {{ $scheme }}}
             periodSeconds: 10
             timeoutSeconds: 5
           readinessProbe:     # true if workers respond

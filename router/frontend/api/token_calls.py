@@ -2,18 +2,20 @@
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import Request, Response
+from pydantic import ConfigDict, Field
 
 from router.frontend.api.answer import Answer
 from router.frontend.api.bodies.chat import ChatBody
+from router.frontend.api.bodies.common import OperatorBody
 from router.frontend.api.bodies.completion import CompletionBody
 from router.frontend.api.bodies.generate import GenerateBody, GenerateSampling, TokensBody
 from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.call_headers import client_id_of
-from router.frontend.api.endpoints import Endpoints
+from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.api.formats.openai import TokensFormat
 from router.frontend.api.generation import Arrival, Calls, events_of, format_parts
 from router.frontend.api.translation import Translation
@@ -21,6 +23,7 @@ from router.frontend.off_loop import off_loop
 from router.process import Process
 from router.request import GenerationRequest
 
+_Id = Annotated[str, Field(max_length=256)]
 _SAMPLING = "|".join(map(re.escape, GenerateSampling.model_fields))
 _NAMES = {r"prompt\b": "token_ids", rf"({_SAMPLING})\b": r"sampling_params.\1"}
 _FIELDS = Translation(fields={}, places=(), names=_NAMES)
@@ -46,7 +49,36 @@ def routes(router: Process) -> Endpoints:
         """Convert each prompt to a body of ``/inference/v1/generate``."""
         return await calls.answer(request, "render", CompletionBody, _TokenCalls.rendered)
 
+    @api.post("/inference/v1/abort_requests", include_in_schema=False)
+    async def abort_requests(request: Request) -> Response:
+        """End requests of the caller's key, or for operators of any, with the tokens they have."""
+        access = router.access.of(request.headers)
+        raw = await read_body(request, router)
+        names = (await off_loop(len(raw), lambda: _AbortBody.parse(raw))).request_ids
+        wanted = {names} if isinstance(names, str) else set(names)
+        for lane in router.lanes:
+            for active in list(lane.gateway.active.values()):
+                of = active.request
+                is_own = (of.tenant, of.key_id) == (access.tenant, access.key_id)
+                if (is_own or access.operator) and not wanted.isdisjoint(_names(of)):
+                    lane.gateway.abort(active)
+        return Response()
+
     return api
+
+
+class _AbortBody(OperatorBody):
+    model_config = ConfigDict(extra="ignore")
+
+    request_ids: _Id | Annotated[list[_Id], Field(max_length=4096)]
+
+
+def _names(request: GenerationRequest) -> set[str]:
+    """Return the ids by which a client knows a request."""
+    names = {request.request_id, request.answer_id}
+    if request.client_id:
+        names |= {request.client_id, f"{TokensBody.id_prefix}-{request.client_id}"}
+    return names
 
 
 class _TokenCalls(Calls):

@@ -35,6 +35,9 @@ PLACED = "placed on "
 def gateway_span(tracing: Tracing, operation: str, body: GenerationBody, caller: Caller) -> Span:
     """Start the span of a ``chat`` or ``text_completion``; it never contains text."""
     limit = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    output = {"json_object": "json", "json_schema": "json", "text": "text"}.get(
+        body.response_format.type if body.response_format is not None else ""
+    )
     session = session_of(caller.session, body.prompt_cache_key, body.user)
     attributes = {
         "gen_ai.conversation.id": session.id or None,
@@ -44,7 +47,10 @@ def gateway_span(tracing: Tracing, operation: str, body: GenerationBody, caller:
         "gen_ai.request.top_k": body.top_k,
         "gen_ai.request.seed": body.seed,
         "gen_ai.request.stream": bool(body.stream),
-        "gen_ai.request.choice.count": body.n or 1,
+        "gen_ai.request.frequency_penalty": body.frequency_penalty,
+        "gen_ai.request.presence_penalty": body.presence_penalty,
+        "gen_ai.request.choice.count": body.n if body.n != 1 else None,
+        "gen_ai.output.type": output,
         "gen_ai.request.stop_sequences": list(body.stops) or None,
     }
     return _started(tracing, operation, body, caller, attributes)

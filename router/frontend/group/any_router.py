@@ -34,7 +34,9 @@ _SEARCHES = re.compile(
 # 503: without Redis a router finds only responses that run on itself.
 _MAY_BE_ELSEWHERE = (400, 404, 503)
 _ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_ANNOUNCEMENTS = re.compile(rf"(POST ({'|'.join(_ADAPTERS)})|DELETE /fleet/keys/[^/]+)")
+_ANNOUNCEMENTS = re.compile(
+    rf"(POST ({'|'.join(_ADAPTERS)}|/inference/v1/abort_requests)|DELETE /fleet/keys/[^/]+)"
+)
 _JSON: Mapping[str, Callable[[list[Any], Mapping[str, str]], Any]] = {
     "/load": load_of,
     "/fleet/series": series_of,

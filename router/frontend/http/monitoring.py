@@ -1,7 +1,7 @@
-"""Listener for monitoring: `/metrics` and the health probes on a port that is not the clients'.
+"""Listener for monitoring: what scrapers and probes read, on a port that is not the clients'.
 
 It needs no key and answers nothing else. A call is passed to the router's application with the
-fleet token, and without the caller's headers but ``Accept``: a caller gains no rights by them.
+fleet token, and without the caller's headers but two: a caller gains no rights by them.
 Routers of one host share the port, and each answers for all.
 """
 
@@ -21,6 +21,8 @@ from router.frontend.http.protocol import server_config
 from router.frontend.http.web_pages import PROBES
 from router.process import Process
 
+_PATHS = frozenset({"/metrics", "/load", "/fleet/targets"})
+_KEPT = (b"accept", b"host")  # the targets have the address that the caller used
 _LIMITS = ClientLimitsConfig(max_connections=64)
 
 
@@ -30,12 +32,13 @@ class _OnlyMonitoring:
         self._token = process.core.fleet_token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in ("/metrics", *PROBES) or scope["method"] not in ("GET", "HEAD"):
-            await PlainTextResponse("see /metrics and /health\n", 404)(scope, receive, send)
+        if scope["path"] not in _PATHS | PROBES or scope["method"] not in ("GET", "HEAD"):
+            await PlainTextResponse("see /metrics, /fleet/targets and /health\n", 404)(
+                scope, receive, send
+            )
             return
-        kept = [field for field in scope["headers"] if field[0] == b"accept"]
-        headers = [(b"host", b"localhost"), *kept]
-        if scope["path"] == "/metrics":
+        headers = [field for field in scope["headers"] if field[0] in _KEPT]
+        if scope["path"] in _PATHS:
             headers.append((b"authorization", b"Bearer " + self._token.shown.encode()))
         await self._app({**scope, "headers": headers, "query_string": b""}, receive, send)
 

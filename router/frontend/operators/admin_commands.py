@@ -6,8 +6,10 @@ The response is ``{"data": …}``. An operator's key or the fleet token is alway
 requests need no key. ``fleet/pools/admin_commands.py`` defines the verbs.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from time import monotonic
+from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request
 from pydantic import Field
@@ -21,6 +23,7 @@ from router.frontend.audited import source_of
 from router.process import Process
 
 _SUPERVISOR_VERBS = ("stop",)
+_SLEEP_LIMIT_S = 600.0
 _FREE = {"free_cpus", "free_gpus"}
 _OF_ALL = ("ping", "slots", "nodes", "restart", "roll", "close", "open")
 
@@ -78,25 +81,48 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
 
 
 def _add_sleep(api: Endpoints, router: Process, desks: Mapping[str, AdminCommands]) -> None:
-    async def tell_all(request: Request, verb: str) -> None:
+    async def tell_all(
+        request: Request, command: _CommandBody, is_done: Callable[[], Awaitable[bool]]
+    ) -> bool:
+        """Send a command to the controllers; return whether it was done in time."""
         router.access.check_change(request.headers)
-        who = router.access.name(request.headers)
         for desk in desks.values():
-            await _ask(desk, _CommandBody(verb=verb), who, source_of(request))
+            await _ask(desk, command, router.access.name(request.headers), source_of(request))
+        until_s = monotonic() + _SLEEP_LIMIT_S
+        while not await is_done():
+            if monotonic() > until_s:
+                return False
+            await asyncio.sleep(0.2)
+        return True
+
+    async def are_gone() -> bool:
+        return not any([(await ask(desk, "slots")).data for desk in desks.values()])
+
+    async def are_awake() -> bool:
+        return all(lane.gateway.workers.usable for lane in router.lanes)
 
     @api.post("/sleep", include_in_schema=False)
     async def sleep(
-        request: Request, level: Annotated[int, Query(ge=1, le=2)] = 1
+        request: Request,
+        level: Annotated[int, Query(ge=1, le=2)] = 1,
+        mode: Literal["abort", "wait"] = "wait",
     ) -> dict[str, Any]:
-        """Stop the workers of all models, after their requests, in vLLM's words."""
-        await tell_all(request, "unload")
+        """Stop the workers of all models after their requests, and return when they have ended.
+
+        Both levels free all memory. Level 0 and ``keep`` would keep it: they are refused.
+        """
+        if not await tell_all(request, _CommandBody(verb="unload"), are_gone):
+            raise UnavailableError("the workers have not ended yet; they take no new requests")
         return {"status": "sleeping", "level": level}
 
     @api.post("/wake_up", include_in_schema=False)
-    async def wake_up(request: Request) -> dict[str, Any]:
-        """Start the workers of all models again; `/health` is 503 until one is ready."""
-        await tell_all(request, "load")
-        return {"status": "awake", "tags": None}
+    async def wake_up(
+        request: Request, tags: Annotated[list[str] | None, Query(max_length=16)] = None
+    ) -> dict[str, Any]:
+        """Start the workers of models without any, and return when each model has a ready one."""
+        command = _CommandBody(verb="load", arguments={"asleep": True})
+        done = await tell_all(request, command, are_awake)
+        return {"status": "awake" if done else "sleeping", "tags": tags}
 
     @api.get("/is_sleeping", include_in_schema=False)
     async def is_sleeping(request: Request) -> dict[str, bool]:

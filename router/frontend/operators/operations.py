@@ -1,8 +1,8 @@
 """Endpoints for operators: health, metrics, workers, request reports.
 
-If the fleet has API keys, health and version need no key. Metrics need a key with the role
-``metrics`` or ``operator``, load and workers an operator's key. Request reports are available to
-their tenant and to operators.
+If the fleet has API keys, health and version need no key. Metrics, load and scrape targets need a
+key with the role ``metrics`` or ``operator``, workers an operator's key. Request reports are
+available to their tenant and to operators.
 
 ``/health``, ``/ping``, ``/version`` and ``/load`` are compatible with vLLM.
 """
@@ -72,7 +72,7 @@ def _add_health(api: Endpoints, router: Process) -> None:
     @api.get("/load")
     async def load(request: Request) -> dict[str, int]:
         """Count the running and waiting requests of this router."""
-        router.access.check_operator(request.headers)
+        router.access.check_scrape(request.headers)
         return {"server_load": router.lanes.in_flight}
 
     @api.head("/health/live", include_in_schema=False)
@@ -101,7 +101,7 @@ def _add_fleet(api: Endpoints, router: Process) -> None:
         """Return metrics in Prometheus' text format, or OpenMetrics if ``Accept`` names it."""
         router.access.check_scrape(request.headers)
         router.refresh_gauges()
-        page = router.metrics.render()
+        page = await asyncio.to_thread(router.metrics.render)
         if not openmetrics.is_wanted(request.headers.get("accept", "")):
             return Response(page, media_type=router.metrics.content_type)
         converted = openmetrics.openmetrics(page, router.metrics.exemplars())
@@ -131,7 +131,7 @@ def _add_fleet(api: Endpoints, router: Process) -> None:
     @api.get("/fleet/targets")
     async def targets(request: Request) -> list[dict[str, Any]]:
         """List scrape targets for Prometheus' HTTP service discovery."""
-        router.access.check_operator(request.headers)
+        router.access.check_scrape(request.headers)
         return _targets(router, request.url.netloc)
 
     @api.get("/fleet/series")
@@ -251,39 +251,39 @@ def _set_gauges(router: Process) -> None:
         router.metrics.set("baton_workers_wanted", wanted, role=role)
     turns = max(lane.gateway.workers.last_turn() for lane in router.lanes)
     router.metrics.set("baton_role_turns", turns)
-    running = 0
-    waiting = router.lanes.waiting
-    total_blocks = leased_blocks = 0
-    for slot in (slot for lane in router.lanes for slot in lane.gateway.workers.usable):
-        if slot.link is not None and slot.link.status is not None:
-            status = slot.link.status
-            running = running + status.running
-            waiting = waiting + status.waiting
-            total_blocks += status.kv_blocks.total
-            leased_blocks += status.kv_blocks.leased
-    router.metrics.set("baton_fleet_running_requests", running)
-    router.metrics.set("baton_fleet_waiting_requests", waiting)
-    router.metrics.set("baton_fleet_kv_usage_ratio", leased_blocks / max(total_blocks, 1))
-    router.metrics.set_cache_info(total_blocks, BLOCK_TOKENS)
-    _set_adapter_info(router)
+    for lane in router.lanes:
+        _set_load(lane)
+        _set_adapter_info(lane)
     hashes = sum(lane.prefix_index.total_hashes for lane in router.lanes)
     router.metrics.set("baton_prefix_index_hashes", hashes)
     adapters = sum(len(lane.model.adapters.served()) for lane in router.lanes)
     router.metrics.set("baton_adapters_served", adapters)
 
 
-def _set_adapter_info(router: Process) -> None:
-    """Name the adapters of the requests of this router."""
+def _set_load(lane: Lane) -> None:
+    links = [slot.link for slot in lane.gateway.workers.usable if slot.link is not None]
+    statuses = [link.status for link in links if link.status is not None]
+    waiting = lane.gateway.admission.waiting + sum(status.waiting for status in statuses)
+    total = sum(status.kv_blocks.total for status in statuses)
+    leased = sum(status.kv_blocks.leased for status in statuses)
+    metrics = lane.metrics
+    metrics.set("baton_fleet_running_requests", sum(status.running for status in statuses))
+    metrics.set("baton_fleet_waiting_requests", waiting)
+    metrics.set("baton_fleet_kv_usage_ratio", leased / max(total, 1))
+    metrics.set_cache_info(total, BLOCK_TOKENS)
+
+
+def _set_adapter_info(lane: Lane) -> None:
+    """Name the adapters of the lane's requests."""
     by_state: tuple[set[str], set[str]] = (set(), set())
-    for lane in router.lanes:
-        for active in lane.gateway.active.values():
-            if active.request.adapter is not None:
-                by_state[active.decode_id is not None].add(active.request.adapter.name)
+    for active in lane.gateway.active.values():
+        if active.request.adapter is not None:
+            by_state[active.decode_id is not None].add(active.request.adapter.name)
     waiting, running = (",".join(sorted(names)) for names in by_state)
-    router.metrics.set_info(
+    lane.metrics.set_info(
         "baton_adapter_requests_info",
         time(),
-        max_lora=str(max(lane.settings.max_adapters for lane in router.lanes)),
+        max_lora=str(lane.settings.max_adapters),
         running_lora_adapters=running,
         waiting_lora_adapters=waiting,
     )
@@ -298,22 +298,16 @@ def _set_key_gauges(router: Process) -> None:
 
 
 def _targets(router: Process, own_address: str) -> list[dict[str, Any]]:
-    fleet = router.settings.fleet
-    scheme = {"__scheme__": "https"} if router.settings.https is not None else {}
-    own = {"targets": [own_address], "labels": {"component": "router", "fleet": fleet, **scheme}}
-    scheme = {"__scheme__": "https"} if router.core.tls is not None else {}
-    workers = [
-        {
-            "targets": [slot.record.metrics_address],
-            "labels": {
-                "component": "worker",
-                "fleet": fleet,
-                "worker": slot.worker_id,
-                "role": slot.role,
-                **scheme,
-            },
-        }
-        for slot in router.lanes.slots
-        if slot.record.metrics_address and slot.state not in ("dead", "parked")
+    def target(address: str, component: str, tls: object, **more: str) -> dict[str, Any]:
+        scheme = {"__scheme__": "https"} if tls is not None else {}
+        labels = {"component": component, "fleet": router.settings.fleet, **more, **scheme}
+        return {"targets": [address], "labels": labels}
+
+    return [
+        target(own_address, "router", router.settings.https),
+        *(
+            target(address, "worker", router.core.tls, worker=slot.worker_id, role=slot.role)
+            for slot in router.lanes.slots
+            if (address := slot.record.metrics_address) and slot.state not in ("dead", "parked")
+        ),
     ]
-    return [own, *workers]

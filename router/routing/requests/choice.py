@@ -58,6 +58,8 @@ class RunResult(NamedTuple):
     gap: bool = False  # tokens are missing: a resume is needed
 
 
+CUT = ("length", "abort")  # finish reasons of responses that the model did not end
+
 ONE_TOKEN = RunResult(1)  # nearly every run
 _MAX_TEXTS = 16  # of waiting tokens that a client gets one by one; more are joined
 
@@ -138,8 +140,9 @@ class ChoiceRecord:
         return True
 
     def _split_off(self) -> None:
-        self._texts.append(self._pending.text)
-        self._pending.text = ""
+        if self.plain and self._pending.text:
+            self._texts.append(self._pending.text)
+            self._pending.text = ""
 
     def take_texts(self) -> list[str]:
         """Return the new texts of a plain response, one per token; `take` has what follows.
@@ -157,8 +160,7 @@ class ChoiceRecord:
         """Take a run of tokens."""
         if self.finish_reason is not None:
             return RunResult()
-        if self.plain and self._pending.text:
-            self._split_off()
+        self._split_off()
         if run.index > self.next_index:
             return RunResult(gap=True)
         if self._silent:
@@ -197,6 +199,12 @@ class ChoiceRecord:
             shown = ShownLogprob(token_id, logprob.logprob, tuple(top), offset)
             self._pending.logprobs.append(shown)
 
+    def abort(self) -> None:
+        """End with the tokens received so far."""
+        if self.finish_reason is None:
+            self._split_off()
+            self._end("abort", None)
+
     def _end(self, reason: str, stop_string: str | None, stop_token: int | None = None) -> None:
         self._show(self._detokenizer.finish(stop_token))
         if self._sends_stop_token and stop_token is not None:
@@ -204,7 +212,7 @@ class ChoiceRecord:
         if self._thinking is not None:
             self._show_parts(*self._thinking.finish())
         if self._tools is not None:
-            self._add(*self._tools.finish(was_cut=reason == "length"))
+            self._add(*self._tools.finish(was_cut=reason in CUT))
             if reason == "stop" and self._tools.calls and not self._tools.cut:
                 reason = "tool_calls"
         self.finish_reason = self._pending.finish_reason = reason

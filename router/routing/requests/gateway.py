@@ -173,6 +173,17 @@ class Gateway:
             self.observer.cancelled(active)
         self.finish(active, CancelledError_(reason))
 
+    def abort(self, active: ActiveRequest) -> None:
+        """End a request with the tokens that it has; one without a result to show, by an error."""
+        record = active.record
+        request = active.request
+        if request.pooling or (request.wants_prompt_logprobs and record.prompt_logprobs is None):
+            self.cancel(active, "the request was aborted")
+        elif record.abort(monotonic_ns()):
+            self.observer.cancelled(active)
+            self.cancel_at_worker(active)
+            self.release(active)
+
     @property
     def in_flight(self) -> int:
         """Number of requests that have not ended, or whose worker has not confirmed the end."""
@@ -309,8 +320,7 @@ class Gateway:
         active.notify()
         self.pump()
 
-    def _leave(self, request_id: str) -> bool:
-        """Forget a request outside the queue; return whether it waited there."""
+    def _leave(self, request_id: str) -> bool:  # a place outside the queue
         return self._siblings.leave(request_id) or self._slo.leave(request_id)
 
     def on_response_sent(self, active: ActiveRequest) -> None:

@@ -5,6 +5,7 @@ attributes and buckets of https://github.com/open-telemetry/semantic-conventions
 """
 
 import time
+from collections.abc import Mapping
 
 from baton.telemetry.histograms import Histogram
 from baton.telemetry.metrics import MAX_LABEL_SETS, Metrics
@@ -22,14 +23,13 @@ _OPERATIONS = {
 
 
 class GenAiMetrics:
-    """Observes calls of one router, whose address and port are attributes."""
+    """Observes calls of one router; ``server`` has the attributes of its address."""
 
-    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
+    def __init__(self, metrics: Metrics, server: Mapping[str, str | int]) -> None:
         self._metrics = metrics
         self._common = {
             "gen_ai_provider_name": "baton",
-            "server_address": host,
-            "server_port": str(port),
+            **{name.replace(".", "_"): str(value) for name, value in server.items()},
         }
         self._known: dict[tuple[str, ...], tuple[Histogram, Histogram, Histogram]] = {}
 
@@ -63,13 +63,13 @@ class GenAiMetrics:
     def _made(
         self, operation: str, requested: str, used: str, error: str
     ) -> tuple[Histogram, Histogram, Histogram]:
-        histogram = self._metrics.histogram
         of = {
             **self._common,
             "gen_ai_operation_name": operation,
             "gen_ai_request_model": requested,
             "gen_ai_response_model": used,
         }
+        histogram = self._metrics.histogram
         made = (
             histogram("gen_ai_server_request_duration_seconds", error_type=error, **of),
             histogram("gen_ai_server_time_to_first_token_seconds", **of),

@@ -204,6 +204,16 @@ class RequestRecord:
         self.note(f"failed: {error.code}", now_ns)
         return True
 
+    def abort(self, now_ns: int) -> bool:
+        """End with the tokens received so far; return False if the request had ended before."""
+        if self.ended:
+            return False
+        for choice in self.choices:
+            choice.abort()
+        self.ended = True
+        self.note("aborted", now_ns)
+        return True
+
     @property
     def has_news(self) -> bool:
         """True if there is text, an end or an error for the client."""

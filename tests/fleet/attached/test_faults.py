@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from benchmarks.emulated_vllm import Emulation
+from fleet.local import state as fleet_state
 from router.routing.placement.cost import PREFILL_OVERHEAD_S
 from tests.fleet.attached.rig import (
     MODEL,
@@ -150,6 +151,19 @@ def test_an_error_of_a_server_is_no_error_of_the_client(pair: Pair) -> None:
     for number in range(8):
         prompt = [number, *range(300, 340)]
         assert pair.fleet.complete(4, prompt) == expected(4, prompt)
+
+
+def test_attached_servers_are_not_put_to_sleep(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_HOME", str(pair.fleet.folder))
+    state = fleet_state.load("attached")
+    assert state is not None
+    operator = {"authorization": f"Bearer {state.fleet_token}"}
+    for path in ("/sleep", "/wake_up"):
+        refused = httpx.post(f"{pair.fleet.url}{path}", headers=operator, trust_env=False)
+        assert refused.status_code == 400
+        assert "attached servers" in refused.json()["error"]["message"]
+    shown = httpx.get(f"{pair.fleet.url}/is_sleeping", trust_env=False)
+    assert shown.json() == {"is_sleeping": False}
 
 
 def test_the_context_is_that_of_the_servers(pair: Pair) -> None:

@@ -17,6 +17,7 @@ from router.process import Process
 from tests.router.conftest import MODEL, events_of, process_of, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script, answer_token
 from tests.router.static_directory import StaticDirectory
+from tests.telemetry.values import value_of
 
 LONG_TOKEN = 9225  # a line end and 48 spaces
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -49,7 +50,7 @@ class Server:
         await loop.sock_sendall(sock, request)
 
     def timeouts(self, kind: str) -> float:
-        return self.router.metrics.value("baton_client_timeouts", kind=kind)
+        return value_of(self.router.metrics, "baton_client_timeouts", kind=kind)
 
     @property
     def open(self) -> int:
@@ -256,7 +257,7 @@ async def test_connections_are_limited(serve):
     assert b"retry-after: 1" in answer
     assert b"max_connections" in answer
     writer.close()
-    assert router.router.metrics.value("baton_connections_refused") == 1
+    assert value_of(router.router.metrics, "baton_connections_refused") == 1
     for _, other in held:
         other.close()
     await until(lambda: router.open == 0)

@@ -1,11 +1,14 @@
 """vLLM's calls for token ids: read by Baton's client of vLLM, and with vLLM's own fields."""
 
+import asyncio
+
 import pytest
 
+from baton.config.clients import ApiKeyConfig
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.vllm.protocol import GENERATE, ChoiceStream, generate_body
 from baton.types.params import SampledToken, SamplingParams
-from tests.router.conftest import MODEL, events_of
+from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script
 
 EOS = 2
@@ -200,3 +203,104 @@ async def test_each_rendered_prompt_is_a_request(fleet, model):
     assert [request["token_ids"] for request in requests] == [*map(model.tokenizer.encode, "ab")]
     assert [request["sampling_params"]["max_tokens"] for request in requests] == [16, 16]
     assert fleet.workers["decode-0"].submissions == []
+
+
+ABORT = "/inference/v1/abort_requests"
+BY_KEY = {
+    name: {"authorization": f"Bearer key-of-{name}"} for name in ("one", "two", "second", "ops")
+}
+KEYS = {
+    "key-of-one": ApiKeyConfig(tenant="one"),
+    "key-of-second": ApiKeyConfig(tenant="one"),
+    "key-of-two": ApiKeyConfig(tenant="two"),
+    "key-of-ops": ApiKeyConfig(tenant="ops", role="operator"),
+}
+
+
+@pytest.fixture
+async def slow(make_fleet):
+    return await make_fleet({"decode-0": Script(step_s=0.02)}, api_keys=KEYS)
+
+
+async def begun(fleet, caller: str, path: str = GENERATE, **body) -> asyncio.Task:
+    """Send a request that would take long, and return it once it has a token."""
+    if path == GENERATE:
+        body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4000}, **body}
+    before = fleet.lane.gateway.in_flight
+    sent = asyncio.create_task(fleet.http.post(path, json=body, headers=BY_KEY[caller]))
+    actives = fleet.lane.gateway.active
+    await until(lambda: len(actives) > before and all(a.record.begun for a in actives.values()))
+    return sent
+
+
+@pytest.mark.parametrize("by", ["request_id", "answer", "operator"])
+async def test_aborted_requests_end_with_their_tokens_as_at_vllm(slow, by: str) -> None:
+    sent = await begun(slow, "one", request_id="mine")
+    other = await begun(slow, "two", request_id="mine")
+    names = {"answer": ["generate-tokens-mine"]}.get(by, ["unknown", "mine"])
+    caller = BY_KEY["ops" if by == "operator" else "one"]
+    aborted = await slow.http.post(ABORT, json={"request_ids": names}, headers=caller)
+    assert (aborted.status_code, aborted.content) == (200, b"")
+    answer = await sent
+    assert answer.status_code == 200
+    (choice,) = answer.json()["choices"]
+    assert choice["finish_reason"] == "abort"
+    assert 1 <= len(choice["token_ids"]) < 1000
+    assert answer.json()["usage"]["completion_tokens"] == len(choice["token_ids"])
+    if by == "operator":
+        assert (await other).json()["choices"][0]["finish_reason"] == "abort"
+    else:
+        assert not other.done(), "another tenant's request has the same id"
+        await slow.http.post(ABORT, json={"request_ids": "mine"}, headers=BY_KEY["two"])
+        assert (await other).json()["choices"][0]["finish_reason"] == "abort"
+    await until(lambda: slow.workers["decode-0"].cancels and not slow.lane.gateway.in_flight)
+
+
+async def test_a_key_aborts_no_request_of_another_key(slow) -> None:
+    sent = await begun(slow, "one", request_id="mine")
+    for caller in ("two", "second"):
+        answer = await slow.http.post(ABORT, json={"request_ids": ["mine"]}, headers=BY_KEY[caller])
+        assert answer.status_code == 200, "as for an unknown id"
+    await asyncio.sleep(0.1)
+    assert not sent.done()
+    assert (await slow.http.post(ABORT, json={"request_ids": ["mine"]})).status_code == 401
+    for body in ({}, {"request_ids": None}, {"request_ids": [1]}, []):
+        bad = await slow.http.post(ABORT, json=body, headers=BY_KEY["one"])
+        assert bad.status_code == 400, body
+    assert not sent.done()
+    await slow.http.post(ABORT, json={"request_ids": ["mine"]}, headers=BY_KEY["one"])
+    await sent
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "end"),
+    [
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 2000}, '"finish_reason":"abort"'),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2000},
+            '"stop_reason":"max_tokens"',
+        ),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 2000}, '"status":"incomplete"'),
+        ("/v1/embeddings", {"input": "hi"}, '"code":"cancelled"'),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_api_says_that_a_request_was_cut(make_fleet, path, body, end, stream) -> None:
+    fleet = await make_fleet({"decode-0": Script(step_s=0.02, prefill_s=0.3)}, api_keys=KEYS)
+    pools = "embed" in path
+    if not pools:
+        body = {**body, "stream": stream}
+    sent = asyncio.create_task(
+        fleet.http.post(
+            path, json={"model": MODEL, **body}, headers=BY_KEY["one"] | {"x-request-id": "mine"}
+        )
+    )
+    actives = fleet.lane.gateway.active
+    await until(
+        lambda: actives and (pools or not stream or all(a.record.begun for a in actives.values()))
+    )
+    await fleet.http.post(ABORT, json={"request_ids": ["mine"]}, headers=BY_KEY["one"])
+    answer = await sent
+    assert answer.status_code == (499 if pools else 200)
+    assert end in answer.text.replace(": ", ":").replace(", ", ",")

@@ -44,7 +44,8 @@ def spans(fleet):
 
 
 async def test_a_call_is_one_span_between_client_and_worker(fleet, spans):
-    response = await fleet.chat("a secret", top_p=0.5, user="u", headers={"traceparent": CLIENT})
+    asked = {"top_p": 0.5, "frequency_penalty": 0.25, "response_format": {"type": "text"}}
+    response = await fleet.chat("a secret", user="u", headers={"traceparent": CLIENT}, **asked)
     await until(lambda: len(spans()) == 1)
     [span] = spans()
     assert span.name == f"chat {MODEL}"
@@ -55,6 +56,9 @@ async def test_a_call_is_one_span_between_client_and_worker(fleet, spans):
     attributes = dict(span.attributes)
     assert attributes["gen_ai.operation.name"] == "chat"
     assert attributes["gen_ai.request.top_p"] == 0.5
+    assert attributes["gen_ai.request.frequency_penalty"] == 0.25
+    assert attributes["gen_ai.output.type"] == "text"
+    assert "gen_ai.request.choice.count" not in attributes, "only if it is not 1"
     assert attributes["gen_ai.response.id"] == response.json()["id"]
     assert attributes["gen_ai.usage.output_tokens"] == 4
     assert attributes["gen_ai.response.finish_reasons"] == ("length",)

@@ -12,6 +12,7 @@ from baton.types.errors import GrammarError, UnavailableError
 from router.routing.checks.grammars import GrammarChecker
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
+from tests.telemetry.values import value_of
 
 DEEP = "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(2500)) + '\nr2500: "b"'
 # Each part doubles what llguidance builds: 10 take 300 to 800 ms, and 11 are rejected after 30 ms.
@@ -64,7 +65,7 @@ async def test_one_that_kills_the_compiler_is_refused_and_the_next_is_served(mak
     with pytest.raises(GrammarError, match="nested"):
         await checker.check("guided_grammar", "grammar", DEEP)
     assert checker._process._process is not None, "it was remembered, not tried again"
-    refusals = checker._metrics.value("baton_grammar_refusals", reason="too_expensive")
+    refusals = value_of(checker._metrics, "baton_grammar_refusals", reason="too_expensive")
     assert refusals == 2
 
 
@@ -181,7 +182,7 @@ async def test_the_callers_deadline_cuts_the_wait(make_fleet, monkeypatch):
     may_end.set()
     assert (await slow).status_code == 200
     assert len(fleet.workers["decode-0"].submissions) == 1
-    assert fleet.router.metrics.value("baton_timeouts", phase="grammar") == 2
+    assert value_of(fleet.router.metrics, "baton_timeouts", phase="grammar") == 2
 
 
 REFUSED = [
@@ -242,10 +243,10 @@ async def test_a_fault_of_ours_is_counted_and_told_and_the_next_grammar_is_tried
     monkeypatch.setattr(checker, "_try", lambda question: asyncio.sleep(0, 1 / 0))
     with pytest.raises(ZeroDivisionError):
         await checker.check("guided_regex", "regex", "a+")
-    await until(lambda: checker._metrics.value("baton_task_failures", task="grammar") == 1)
+    await until(lambda: value_of(checker._metrics, "baton_task_failures", task="grammar") == 1)
     monkeypatch.undo()
     assert await checker.check("guided_regex", "regex", "a+")
-    assert checker._metrics.value("baton_task_failures", task="grammar") == 1
+    assert value_of(checker._metrics, "baton_task_failures", task="grammar") == 1
 
 
 async def test_grammars_of_clients_that_have_left_are_not_tried(make_fleet, monkeypatch):

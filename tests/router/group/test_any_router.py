@@ -76,6 +76,14 @@ async def test_a_response_that_runs_elsewhere_is_cancelled_without_redis(two):
     assert (await client.get("/v1/responses/resp_" + "0" * 32)).status_code == 503
 
 
+async def test_a_request_that_runs_elsewhere_is_aborted(two):
+    fleet, client = two
+    async with running(fleet) as (name, lines):
+        body = {"request_ids": [name]}
+        assert (await client.post("/inference/v1/abort_requests", json=body)).status_code == 200
+        assert "response.incomplete" in "".join([line async for line in lines])
+
+
 async def test_a_question_reaches_the_sibling_as_it_was_asked(two):
     fleet, client = two
     async with running(fleet) as (name, _):

@@ -30,6 +30,9 @@ async def test_the_port_shows_metrics_and_health_and_closes_all_else(make_fleet)
         assert 'baton_workers{role="decode",state="ready"} 1.0' in page.text
         for path in ("/health", "/health/live", "/health/ready", "/ping"):
             assert (await client.get(path)).status_code == 200
+        assert (await client.get("/load")).json() == {"server_load": 0}
+        targets = (await client.get("/fleet/targets", headers={"host": "router.ns:8009"})).json()
+        assert targets[0]["targets"] == ["router.ns:8009"], "the port that scrapers reach"
         probes = fleet.workers["decode-0"].submissions
         assert [probe.priority for probe in probes] == [0], "the caller's key gives nothing here"
         for method, path in (
@@ -69,7 +72,9 @@ async def test_a_key_for_metrics_reads_them_and_nothing_else(make_fleet):
     assert (await fleet.http.get("/metrics", headers=scrape)).status_code == 200
     tenant = await fleet.http.get("/metrics", headers={"authorization": "Bearer key-of-one"})
     assert tenant.status_code == 403
-    for path in ("/fleet", "/fleet/targets", "/load", "/fleet/requests", "/v1/models"):
+    for path in ("/load", "/fleet/targets"):
+        assert (await fleet.http.get(path, headers=scrape)).status_code == 200
+    for path in ("/fleet", "/fleet/series", "/fleet/requests", "/v1/models", "/server_info"):
         assert (await fleet.http.get(path, headers=scrape)).status_code == 403, path
     assert (await fleet.chat(headers=scrape)).status_code == 403
     assert fleet.workers["decode-0"].submissions == []

@@ -11,6 +11,7 @@ from router.frontend.http.places import Places, capacity
 from tests.router.api.test_slow_clients import ended
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
+from tests.telemetry.values import value_of
 
 KEYS = {"key-of-one": ApiKeyConfig(tenant="one")}
 KEYED = b"authorization: Bearer key-of-one\r\n"
@@ -155,7 +156,7 @@ async def test_idle_connections_shut_no_one_out(make_fleet):
     assert [await one.status() for one in idle] == [200] * 8
     for one in idle[:4]:
         assert await one.is_closed()
-    assert fleet.router.metrics.value("baton_connections_evicted") >= 4
+    assert value_of(fleet.router.metrics, "baton_connections_evicted") >= 4
     assert await status(fleet, b"/v1/models", KEYED) == 200
     assert await status(fleet, b"/health/live") == 200
     keyed.writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n%b\r\n" % KEYED)
@@ -173,7 +174,7 @@ async def test_busy_connections_leave_places_for_probes_and_keys(make_fleet):
     await until(lambda: len(fleet.workers["decode-0"].submissions) == 4)
     assert await status(fleet, b"/v1/models") == 503  # not 401: it has no place
     assert await status(fleet, b"/v1/models", b"authorization: Bearer no\r\n") == 503
-    assert fleet.router.metrics.value("baton_connections_refused") == 2
+    assert value_of(fleet.router.metrics, "baton_connections_refused") == 2
     assert await status(fleet, b"/health/live") == 200
     assert await status(fleet, b"/v1/models", KEYED) == 200
     for one in busy:

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from baton.config.clients import SloConfig
-from tests.router.conftest import OPS
+from tests.router.conftest import OPS, until
 from tests.router.lanes.conftest import CONTEXT, OTHER, TwoLanes
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -157,3 +158,56 @@ async def test_an_adapter_needs_the_name_of_its_base_model(two_lanes, tmp_path) 
         "/v1/load_lora_adapter", json={**body, "base_model": "no"}, headers=OPS
     )
     assert "must be one of smollm2, other (got 'no')" in answer.text
+
+
+async def test_each_model_has_its_own_series_and_exemplars(two_lanes) -> None:
+    """All ``vllm:*`` series had the name of the first model."""
+    lanes = await two_lanes()
+    for number, name in enumerate(("smollm2", OTHER, OTHER), 1):
+        sent = await lanes.fleet.http.post(
+            "/v1/completions",
+            json={"model": name, "prompt": "hi " * 8, "max_tokens": 4},
+            headers={"traceparent": f"00-{number:032x}-{number:016x}-01"},
+        )
+        assert sent.status_code == 200
+    kept = lanes.fleet.router.lanes.newest_first
+    await until(lambda: all(active.observed for active in kept()))
+    accept = {"accept": "application/openmetrics-text"}
+    page = (await lanes.fleet.http.get("/metrics", headers=accept)).text
+    samples = [s for f in text_string_to_metric_families(page) for s in f.samples]
+
+    def by_model(name: str, label: str = "model_name", **labels: str) -> dict[str, float]:
+        return {
+            sample.labels[label]: sample.value
+            for sample in samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        }
+
+    assert by_model("vllm:generation_tokens_total") == {"smollm2": 4, OTHER: 8}
+    assert by_model("vllm:request_success_total", finished_reason="length") == {
+        "smollm2": 1,
+        OTHER: 2,
+    }
+    counts = by_model("vllm:e2e_request_latency_seconds_count")
+    assert counts == {"smollm2": 1, OTHER: 2}
+    response = "gen_ai_response_model"
+    assert by_model("gen_ai_server_request_duration_seconds_count", response) == counts
+    for name in ("num_requests_running", "cache_config_info", "lora_requests_info"):
+        assert by_model(f"vllm:{name}").keys() == {"smollm2", OTHER}, name
+    ends = {"smollm2": 0.0, OTHER: 0.0}
+    for sample in samples:
+        if sample.name == "vllm:request_prompt_tokens_bucket" and sample.labels["le"] != "+Inf":
+            model = sample.labels["model_name"]
+            ends[model] = max(ends[model], float(sample.labels["le"]))
+    assert ends[OTHER] <= CONTEXT < ends["smollm2"]
+    assert [s.value for s in samples if s.name == "baton_generation_tokens_total"] == [12]
+    assert [s.value for s in samples if s.name == "baton_running_seconds_count"] == [3]
+    assert not any("model_name" in s.labels for s in samples if s.name.startswith("baton_"))
+    traces: dict[str, set[int]] = {}
+    for sample in samples:
+        if sample.name == "vllm:e2e_request_latency_seconds_bucket" and sample.exemplar:
+            of = traces.setdefault(sample.labels["model_name"], set())
+            of.add(int(sample.exemplar.labels["trace_id"], 16))
+    assert traces.keys() == {"smollm2", OTHER}
+    assert traces["smollm2"] == {1}
+    assert traces[OTHER] <= {2, 3}

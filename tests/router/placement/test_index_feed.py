@@ -7,6 +7,7 @@ from baton.telemetry.metrics import Metrics
 from router.routing.placement import index_feed
 from router.routing.placement.prefix_index import PrefixIndex
 from tests.router.conftest import until
+from tests.telemetry.values import value_of
 
 SNAPSHOT = Snapshot(incarnation=b"i" * 16, sequence=1, packed=b"h" * 16)
 
@@ -35,7 +36,7 @@ async def test_a_source_that_raises_once_is_read_again():
     feeder.start()
     await until(lambda: index.total_hashes == 1)
     await feeder.close()
-    assert metrics.value("baton_task_failures", task="prefix index") == 1
+    assert value_of(metrics, "baton_task_failures", task="prefix index") == 1
 
 
 class Backlog:

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from joserfc import jwt
-from joserfc.jwk import ECKey, KeySet, OctKey, RSAKey
+from joserfc.jwk import ECKey, KeySet, OctKey, OKPKey, RSAKey
 from joserfc.jws import JWSRegistry
 from pydantic import ValidationError
 
@@ -257,6 +257,15 @@ def test_kept_tokens_are_bounded_and_end_with_their_keys(issuer, monkeypatch):
         check.check(tokens[0], now + STALE_S + 1)
     with pytest.raises(UnavailableError):
         TokenCheck(issuer.config()).check(token, now)
+
+
+@pytest.mark.filterwarnings("ignore:EdDSA is deprecated")  # issuers use it all the same
+@pytest.mark.parametrize("alg", ["Ed25519", "EdDSA"])
+def test_both_names_of_edwards_curves_count(issuer, alg):
+    key = OKPKey.generate_key("Ed25519", {"kid": "edwards"})
+    check = made_check(issuer)
+    check.use_keys({"keys": [key.as_dict(private=False), RSA.as_dict(private=False)]}, time.time())
+    assert check.check(issuer.token(key, alg), time.time()).subject == "user-7"
 
 
 def test_keys_that_are_no_keys_for_signatures_do_not_count(issuer):

@@ -23,7 +23,7 @@ from router.frontend.api.formats.numbers import encodable
 from router.frontend.api.messages.errors import MESSAGES_ERRORS
 from router.frontend.errors import Refusal
 from router.routing.requests.active_request import ActiveRequest
-from router.routing.requests.choice import Delta
+from router.routing.requests.choice import CUT, Delta
 
 
 class MessagesFormat(AnswerFormat):
@@ -106,7 +106,7 @@ class MessagesFormat(AnswerFormat):
         by = self._answer.stop_reason
         if reason == "tool_calls":
             return {"stop_reason": "tool_use", "stop_sequence": None}
-        if reason == "length":
+        if reason in CUT:
             limit = "model_context_window_exceeded" if self._fills_context else "max_tokens"
             return {"stop_reason": limit, "stop_sequence": None}
         if isinstance(by, str):

@@ -26,7 +26,7 @@ from router.frontend.api.formats.answer_parts import (
 )
 from router.frontend.api.responses.tools import CallForm
 from router.routing.requests.active_request import ActiveRequest
-from router.routing.requests.choice import Delta, ShownLogprob
+from router.routing.requests.choice import CUT, Delta, ShownLogprob
 
 _PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
 _ITEM_ID = re.compile(r"[a-z]{1,8}_([0-9a-f]{32})_(in|out)(\d{1,6})")
@@ -118,7 +118,7 @@ class ResponsesFormat(AnswerFormat):
         for delta in active_requests[0].record.take():  # of an answer that is not streamed
             self._answer.push(delta)
         self._tail = b"".join(map(self._events_of, self._answer.finish(never_empty=True)))
-        cut = self._answer.finish_reason == "length"
+        cut = self._answer.finish_reason in CUT
         self._final = {
             **self.snapshot("incomplete" if cut else "completed", output=self._output()),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -153,7 +153,7 @@ class ResponsesFormat(AnswerFormat):
         return [self._item(part, self._status(part)) for part in self._answer.parts]
 
     def _status(self, part: AnswerPart) -> str:
-        cut = part is self._answer.parts[-1] and self._answer.finish_reason in ("length", None)
+        cut = part is self._answer.parts[-1] and self._answer.finish_reason in (*CUT, None)
         return "incomplete" if cut else "completed"
 
     def _events_of(self, event: Event) -> bytes:

@@ -23,6 +23,7 @@ from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import OPS, until
 from tests.router.emulated_worker import Script, answer_token
 from tests.router.lanes.conftest import OTHER, TwoLanes, two_lanes
+from tests.telemetry.values import value_of
 
 __all__ = ["redis_server", "registry", "two_lanes"]
 
@@ -210,7 +211,7 @@ async def test_without_redis_a_router_stops_sending_to_a_canary_that_fails(
         assert caplog.text.count(said) == 1
     await until(lambda: follower.table.names["smollm2"].thrown_out == OTHER, 5.0)
     assert follower.table.names["smollm2"].reason == reason
-    assert router.metrics.value("baton_model_rollbacks", model=OTHER) == 1
+    assert value_of(router.metrics, "baton_model_rollbacks", model=OTHER) == 1
     entries = list(map(json.loads, (tmp_path / "audit.jsonl").read_text().splitlines()))
     assert [one["what"] for one in entries if one["verb"] == "models rollback"] == ["smollm2"]
     await follower.close()
