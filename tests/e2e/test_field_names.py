@@ -8,6 +8,7 @@ from tests.telemetry import field_names
 
 STATES = field_names.LABEL_VALUES["sleep_state"]
 
+
 @pytest.fixture(scope="module")
 def pages(pair: Pair) -> Pages:
     return pair.pages
