@@ -83,7 +83,9 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         given = {"default": given}
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     files["default"] = folder / "chat_template.jinja"
-    texts = {name: path.read_text("utf-8") for name, path in files.items() if path.exists()}
+    texts: dict[str, Any] = {
+        name: path.read_text("utf-8") for name, path in files.items() if path.exists()
+    }
     given = texts or given
     if given.get("default") is None:  # of models whose processor has the template
         given["default"] = read_json(folder / "chat_template.json").get("chat_template")
