@@ -111,6 +111,9 @@ def test_templates_have_names_and_files(tmp_path: Path) -> None:
         ("generation_config", {"no_repeat_ngram_size": 3}),
         ("generation_config", {"stop_strings": ["x"]}),
         ("generation_config", {"typical_p": 0.9}),
+        ("generation_config", {"encoder_repetition_penalty": 1.2}),
+        ("generation_config", {"num_beams": 4}),
+        ("generation_config", {"max_time": 3.0}),
     ],
 )
 def test_what_changes_answers_and_is_not_supported_is_refused(
@@ -126,5 +129,9 @@ def test_every_key_of_transformers_has_a_rule_and_its_defaults_pass(tmp_path: Pa
     keys = {key for key in vars(GenerationConfig()) if not key.startswith("_")}
     assert keys <= GENERATION_CONFIG.keys()
     old = {"typical_p": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "max_new_tokens": 7}
+    old |= {"num_beams": 1, "temperature": 0.0, "top_k": 0}
     path = folder(tmp_path, generation_config={**dict.fromkeys(keys), **old})
-    assert resolve_model(str(path)).generation_defaults == {"max_tokens": 7}
+    assert resolve_model(str(path)).generation_defaults == {"max_tokens": 7, "temperature": 0.0}
+    path = folder(tmp_path, generation_config={"min_p": 1.5})
+    with pytest.raises(ModelError, match=r"min_p = 1\.5"):
+        resolve_model(str(path))
