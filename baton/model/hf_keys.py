@@ -39,10 +39,10 @@ _IGNORED = """
     add_cross_attention cross_attention_hidden_size problem_type id2label label2id num_labels
     finetuning_task task_specific_params tokenizer_class prefix pad_token_id sep_token_id
     decoder_start_token_id torchscript use_bfloat16 tf_legacy_loss pruned_heads tie_encoder_decoder
-    gradient_checkpointing _sliding_window_pattern experts_per_token unsloth_version unsloth_fixed initial_context_length
+    gradient_checkpointing experts_per_token unsloth_version unsloth_fixed initial_context_length
     vision_config vision_feature_layer vision_start_token_id vision_end_token_id vision_token_id
     image_token_id image_token_index video_token_id boi_token_index eoi_token_index
-    mm_tokens_per_image multimodal_projector_bias projector_hidden_act spatial_merge_size
+    _sliding_window_pattern mm_tokens_per_image multimodal_projector_bias projector_hidden_act spatial_merge_size
 """
 _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping")
 _SWITCHED_OFF = ("attention_bias", "mlp_bias", "use_bidirectional_attention")

@@ -11,7 +11,7 @@ from typing import Any
 from baton.model.hf_keys import HONOURED, NO_EFFECT, Rule
 from baton.model.model_config import ModelError
 
-_OFF: Rule = (None, False, 0, [], {})
+_OFF = (None, False, 0, [], {})
 
 
 def _rules(honoured: str, no_effect: str, refused: str, **others: Rule) -> dict[str, Rule]:
@@ -38,7 +38,7 @@ TOKENIZER_CONFIG: Mapping[str, Rule] = _rules(
 
 GENERATION_CONFIG: Mapping[str, Rule] = _rules(
     "eos_token_id temperature top_k top_p min_p repetition_penalty max_new_tokens",
-    # a request says whether to sample; these choose the speed, what is returned, or options of beams
+    # a request says whether to sample; these choose speed, what is returned, or options of beams
     """
     do_sample num_return_sequences early_stopping length_penalty
     diversity_penalty max_length low_memory use_mtp use_cache
@@ -57,11 +57,9 @@ GENERATION_CONFIG: Mapping[str, Rule] = _rules(
     watermarking_config penalty_alpha dola_layers max_time encoder_no_repeat_ngram_size
     """,
     **dict.fromkeys(
-        """
-        typical_p top_h guidance_scale encoder_repetition_penalty num_beams num_beam_groups
-        """.split(),
-        (*_OFF, 1.0),
+        ("typical_p", "top_h", "guidance_scale", "encoder_repetition_penalty"), (*_OFF, 1.0)
     ),
+    **dict.fromkeys(("num_beams", "num_beam_groups"), (*_OFF, 1)),
 )
 """Keys of ``generation_config.json``."""
 
