@@ -42,7 +42,8 @@ _IGNORED = """
     gradient_checkpointing experts_per_token unsloth_version unsloth_fixed initial_context_length
     vision_config vision_feature_layer vision_start_token_id vision_end_token_id vision_token_id
     image_token_id image_token_index video_token_id boi_token_index eoi_token_index
-    _sliding_window_pattern mm_tokens_per_image multimodal_projector_bias projector_hidden_act spatial_merge_size
+    mm_tokens_per_image multimodal_projector_bias projector_hidden_act spatial_merge_size
+    _sliding_window_pattern
 """
 _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping")
 _SWITCHED_OFF = ("attention_bias", "mlp_bias", "use_bidirectional_attention")
