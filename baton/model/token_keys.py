@@ -11,7 +11,7 @@ from typing import Any
 from baton.model.hf_keys import HONOURED, NO_EFFECT, Rule
 from baton.model.model_config import ModelError
 
-_OFF = (None, False, 0, [], {})
+_OFF: tuple[Any, ...] = (None, False, 0, [], {})
 
 
 def _rules(honoured: str, no_effect: str, refused: str, **others: Rule) -> dict[str, Rule]:
