@@ -6,7 +6,7 @@ digest of the weights is needed.
 
 import hashlib
 import json
-import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -155,7 +155,11 @@ def _from_directory(
         config=config,
         tokenizer_digest=_digest(tokens.tokenizer),
         generation_defaults=_numbers(
-            {name: generation[key] for key, name in _GENERATION.items() if generation.get(key)}
+            {
+                name: generation[key]
+                for key, name in _GENERATION.items()
+                if generation.get(key) or (key == "temperature" and generation.get(key) == 0)
+            }
         ),
         tokenizer=tokens.tokenizer,
         special_tokens=tokens.special,
@@ -269,7 +273,8 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
 
 def _numbers(parameters: dict[str, Any]) -> dict[str, float | int]:
     for name, value in parameters.items():
-        if isinstance(value, bool) or not 0 <= float(value) < math.inf:
+        most = 1.0 if name in ("top_p", "min_p") else sys.float_info.max
+        if isinstance(value, bool) or not 0 <= float(value) <= most:
             raise ValueError(f"{name} = {value!r}")
     return parameters
 

@@ -22,6 +22,7 @@ _OPTIONAL_WINDOW = ("qwen2", "qwen3", "qwen3_moe", "smollm3")  # only with use_s
 _PATTERNS = {"gemma3": 6, "gpt_oss": 2}  # each sixth, or second, layer has no window
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
+_KINDS = (_FULL, _SLIDING)
 _ACTIVATIONS = {"gemma3": "gelu_pytorch_tanh"}
 _DEFAULTS_OF = {"gemma3": "gemma3_text"}
 _TIED_WRAPPERS = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
@@ -129,7 +130,7 @@ def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``rope_scaling``, which takes precedence, or ``rope_parameters`` (transformers 5)."""
     new = dict(raw.get("rope_parameters") or {})
     old = dict(raw.get("rope_scaling") or {})
-    if _FULL in new or _SLIDING in new:  # Gemma 3: `rope_scaling` is of layers without a window
+    if not new.keys().isdisjoint(_KINDS):  # Gemma 3: `rope_scaling` is of layers without a window
         return {**new, _FULL: {**(new.get(_FULL) or {}), **old}}
     return old or new
 
@@ -173,8 +174,9 @@ def _layer_windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[in
     elif family == "smollm3":
         local = [not has_rope for has_rope in _rope_layers(raw, layers)]
     elif family in _PATTERNS:
-        pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern")
-        local = [bool((i + 1) % int(pattern or _PATTERNS[family])) for i in range(layers)]
+        stated = raw.get("sliding_window_pattern") if family == "gemma3" else None
+        pattern = int(stated or _PATTERNS[family])
+        local = [bool((i + 1) % pattern) for i in range(layers)]
     else:
         local = [i >= int(raw["max_window_layers"]) for i in range(layers)]
     if len(local) != layers:
@@ -196,10 +198,10 @@ def refuse_unsupported(folder: Path, architecture: str, raw: Mapping[str, Any]) 
         raise ModelError(f"{where}: activation {activation!r} is not supported (only {needed!r})")
     refuse_keys(where, raw, family)
     for kind in raw.get("layer_types") or ():
-        if kind not in (_SLIDING, _FULL):
+        if kind not in _KINDS:
             raise ModelError(f"{where}: layer type {kind!r} is not supported")
     rope = _rope_parameters(raw)
-    nested = [rope.get(kind) or {} for kind in (_FULL, _SLIDING) if kind in rope]
+    nested = [rope.get(kind) or {} for kind in _KINDS if kind in rope]
     for part in nested or [rope]:
         kind = part.get("rope_type") or part.get("type") or "default"
         if kind != "mrope" or architecture not in TEXT_TYPES:
@@ -211,6 +213,8 @@ def refuse_unsupported(folder: Path, architecture: str, raw: Mapping[str, Any]) 
         raise ModelError(f"{where}: rope_scaling hides the base; add rope_theta: {hidden} to it")
     if family == "gpt_oss" and not rope:
         raise ModelError(f"{where}: rope_scaling is missing")
+    if family == "gemma3" and raw.get("rope_parameters") and rope.keys().isdisjoint(_KINDS):
+        raise ModelError(f"{where}: rope_parameters must have the keys {_FULL} and {_SLIDING}")
     local = rope.get(_SLIDING) or {}
     if (kind := local.get("rope_type", "default")) != "default":
         raise ModelError(f"{where}: RoPE scaling {kind!r} of layers with a window is not supported")

@@ -24,7 +24,7 @@ _READ = """
     num_attention_heads num_key_value_heads max_position_embeddings rms_norm_eps
     rope_theta rope_scaling rope_parameters rope_local_base_freq original_max_position_embeddings
     sliding_window use_sliding_window max_window_layers layer_types sliding_window_pattern
-    _sliding_window_pattern query_pre_attn_scalar hidden_act hidden_activation
+    query_pre_attn_scalar hidden_act hidden_activation
     no_rope_layers no_rope_layer_interval num_experts num_local_experts num_experts_per_tok
     moe_intermediate_size norm_topk_prob tie_word_embeddings bos_token_id eos_token_id
     quantization_config text_config
@@ -43,6 +43,7 @@ _IGNORED = """
     vision_config vision_feature_layer vision_start_token_id vision_end_token_id vision_token_id
     image_token_id image_token_index video_token_id boi_token_index eoi_token_index
     mm_tokens_per_image multimodal_projector_bias projector_hidden_act spatial_merge_size
+    _sliding_window_pattern
 """
 _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping")
 _SWITCHED_OFF = ("attention_bias", "mlp_bias", "use_bidirectional_attention")
@@ -53,6 +54,7 @@ CONFIG_KEYS: Mapping[str, Rule] = {
     **dict.fromkeys(_SWITCHED_OFF, (False,)),
     "partial_rotary_factor": (1.0,),
     "decoder_sparse_step": (1,),
+    "is_causal": (True,),
     "mlp_only_layers": ([],),
 }
 MODEL_TYPES: Mapping[str, str] = {

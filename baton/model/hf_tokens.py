@@ -17,6 +17,7 @@ from baton.model.model_config import ModelConfig, ModelError
 from baton.model.token_keys import TOKENIZER_CONFIG, refuse_values
 
 _SUFFIX = "_token"
+_NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # get new ids in this order
 _EXTRA = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False) | {"normalized": True}
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -82,7 +83,10 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         given = {"default": given}
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     files["default"] = folder / "chat_template.jinja"
-    given |= {name: path.read_text("utf-8") for name, path in files.items() if path.exists()}
+    texts: dict[str, Any] = {
+        name: path.read_text("utf-8") for name, path in files.items() if path.exists()
+    }
+    given = texts or given
     if given.get("default") is None:  # of models whose processor has the template
         given["default"] = read_json(folder / "chat_template.json").get("chat_template")
     return {name: text for name, text in given.items() if isinstance(text, str)}
@@ -104,12 +108,15 @@ def _amended(
     tokens = {token["content"]: token for token in before}
     for _, token in sorted(added.items(), key=lambda item: int(item[0])):
         _merge(tokens, token, changes="added_tokens_decoder" in config)
-    named = [value for name, value in config.items() if name.endswith(_SUFFIX)]
+    known = set(tokens)
+    usual = {f"{name}{_SUFFIX}": None for name in _NAMED}
+    named = [value for name, value in {**usual, **config}.items() if name.endswith(_SUFFIX)]
     others = next((config[name] for name in reversed(_EXTRA) if config.get(name)), ())
     for value in (*named, *others):
         if text_of := _text(value):
             flags = value if isinstance(value, dict) else {}
-            _merge(tokens, {"normalized": False, **flags, "content": text_of, "special": True})
+            flags = {**_FLAGS, "normalized": False, **flags, "content": text_of, "special": True}
+            _merge(tokens, flags, changes=text_of not in known)
     for text_of in filter(None, map(_text, named)):
         tokens[text_of] = {**tokens[text_of], "special": True}
     cut = json.loads(bytes(parts.get("pre_tokenizer", b"null")))
@@ -132,7 +139,8 @@ def _merge(
     known = tokens.get(token["content"])
     if known is None or changes:
         base = {"id": -1, "content": token["content"], **_FLAGS} if known is None else known
-        tokens[token["content"]] = {**base, **flags}
+        special = base["special"] or flags.get("special", False)
+        tokens[token["content"]] = {**base, **flags, "special": special}
 
 
 def _number(tokens: dict[str, dict[str, Any]], model: bytes | msgspec.Raw) -> None:

@@ -223,13 +223,24 @@ def _is_number(value: object) -> bool:
 
 def _by_module(settings: Mapping[str, Any], key: str, default: str, module: str) -> Any:
     for pattern, value in (settings.get(key) or {}).items():
-        match = _PATTERN_KEY.fullmatch(pattern)
-        if match is None:
-            continue
-        is_whole, name = match.groups()
-        if module == name or (not is_whole and module.endswith(f".{name}")):
+        if re.match(rf"(.*\.)?({pattern})$", module):  # as PEFT does; patterns are plain names
             return value
     return settings[default]
+
+
+def _left_out(settings: Mapping[str, Any], layer: int, module: str) -> str | None:
+    """Return the list by which PEFT leaves out the module's weights, if one does."""
+    lists = {key: settings.get(key) for key in ("exclude_modules", "target_modules")}
+    for key, names in lists.items():  # regular expressions of users are never executed
+        if isinstance(names, list) and names:
+            is_named = any(f".{module}".endswith(f".{name}") for name in names)
+            if is_named != (key == "target_modules"):
+                return key
+            if module in names:
+                return None  # in whichever layer
+    layers = settings.get("layers_to_transform")
+    chosen = layers if isinstance(layers, list) else [layers]
+    return None if layers in (None, []) or layer in chosen else "layers_to_transform"
 
 
 def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -271,7 +282,10 @@ def _match(
         if set(names) != {"A", "B"}:
             problems.append(f"layer {layer} {target} has only one of lora_A and lora_B")
             continue
-        part = _low_rank(settings, layer, target, names)
+        module = names["A"].partition(".lora_")[0].removeprefix("base_model.model.")
+        if key := _left_out(settings, layer, module):
+            problems.append(f"{key} leaves out {module}, which has weights")
+        part = _low_rank(settings, layer, target, module, names)
         outputs, inputs = shapes[target]
         for name, shape in (
             (part.a_name, (part.rank, inputs)),
@@ -295,9 +309,8 @@ def _match(
 
 
 def _low_rank(
-    settings: Mapping[str, Any], layer: int, target: str, names: Mapping[str, str]
+    settings: Mapping[str, Any], layer: int, target: str, module: str, names: Mapping[str, str]
 ) -> LowRank:
-    module = names["A"].partition(".lora_")[0].removeprefix("base_model.model.")
     rank = int(_by_module(settings, "rank_pattern", "r", module))
     alpha = float(_by_module(settings, "alpha_pattern", "lora_alpha", module))
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)

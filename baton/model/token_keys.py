@@ -11,7 +11,7 @@ from typing import Any
 from baton.model.hf_keys import HONOURED, NO_EFFECT, Rule
 from baton.model.model_config import ModelError
 
-_OFF: Rule = (None, False, 0, [], {})
+_OFF: tuple[Any, ...] = (None, False, 0, [], {})
 
 
 def _rules(honoured: str, no_effect: str, refused: str, **others: Rule) -> dict[str, Rule]:
@@ -38,26 +38,28 @@ TOKENIZER_CONFIG: Mapping[str, Rule] = _rules(
 
 GENERATION_CONFIG: Mapping[str, Rule] = _rules(
     "eos_token_id temperature top_k top_p min_p repetition_penalty max_new_tokens",
-    # a request says how to sample; these choose an algorithm, its speed, or what is returned
+    # a request says whether to sample; these choose speed, what is returned, or options of beams
     """
-    do_sample num_beams num_beam_groups num_return_sequences early_stopping length_penalty
-    diversity_penalty penalty_alpha dola_layers max_length max_time low_memory use_mtp use_cache
+    do_sample num_return_sequences early_stopping length_penalty
+    diversity_penalty max_length low_memory use_mtp use_cache
     cache_implementation cache_config max_cache_len output_attentions output_hidden_states
     output_scores output_logits return_dict_in_generate pad_token_id bos_token_id
     decoder_start_token_id is_assistant num_assistant_tokens num_assistant_tokens_schedule
     assistant_confidence_threshold assistant_early_exit assistant_lookbehind target_lookbehind
     assistant_ensemble_weight prompt_lookup_num_tokens max_matching_ngram_size speculation_type
     compile_config disable_compile continuous_batching_config prefill_chunk_size
-    transformers_version renormalize_logits remove_invalid_values encoder_repetition_penalty
-    encoder_no_repeat_ngram_size
+    transformers_version renormalize_logits remove_invalid_values
     """,
     """
     min_length min_new_tokens no_repeat_ngram_size epsilon_cutoff eta_cutoff suppress_tokens
     begin_suppress_tokens bad_words_ids forced_bos_token_id forced_eos_token_id force_words_ids
     constraints sequence_bias exponential_decay_length_penalty stop_strings token_healing
-    watermarking_config
+    watermarking_config penalty_alpha dola_layers max_time encoder_no_repeat_ngram_size
     """,
-    **dict.fromkeys(("typical_p", "top_h", "guidance_scale"), (*_OFF, 1.0)),
+    **dict.fromkeys(
+        ("typical_p", "top_h", "guidance_scale", "encoder_repetition_penalty"), (*_OFF, 1.0)
+    ),
+    **dict.fromkeys(("num_beams", "num_beam_groups"), (*_OFF, 1)),
 )
 """Keys of ``generation_config.json``."""
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import fastokens
 from tokenizers import Tokenizer
 
+from baton.types.errors import InvalidRequestError
+
 # Raised for unknown kinds of tokenizers and for texts such as a byte without a token.
 REFUSALS = (ValueError, RuntimeError)
 _HARD = (
@@ -22,6 +24,23 @@ _HARD = (
 )
 _VOCABULARY_STEP = 7  # every seventh token is in a probe
 _TOKENS_IN_PROBE = 64
+
+
+def encode_text(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Return the ids by `tokenizers`.
+
+    Raises:
+        InvalidRequestError: A word has no token, or the package fails, which is no `Exception`.
+    """
+    try:
+        # A batch of one text, because `tokenizers` releases the GIL only for batches.
+        [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InvalidRequestError(f"the model's tokenizer cannot read the text: {error}") from error
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def open_fast_encoder(backend: Tokenizer) -> fastokens.Tokenizer | None:
@@ -43,8 +62,7 @@ def _agree(fast: fastokens.Tokenizer, backend: Tokenizer, text: str, special: bo
         ids: list[int] = fast.encode(text, add_special_tokens=special).ids
     except REFUSALS:
         return True
-    right: list[int] = backend.encode(text, add_special_tokens=special).ids
-    return ids == right
+    return ids == encode_text(backend, text, add_special_tokens=special)
 
 
 def _probes(backend: Tokenizer) -> Iterator[str]:

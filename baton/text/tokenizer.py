@@ -15,7 +15,7 @@ from typing import Any
 import fastokens
 from tokenizers import Tokenizer
 
-from baton.text.fast_encoder import REFUSALS, open_fast_encoder
+from baton.text.fast_encoder import REFUSALS, encode_text, open_fast_encoder
 from baton.text.gguf_tokenizer import build_from_gguf
 from baton.text.segments import (
     LONG_CHARACTERS,
@@ -23,6 +23,7 @@ from baton.text.segments import (
     splits_at_special_tokens,
     splits_between_words,
 )
+from baton.types.errors import InvalidRequestError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"  # a space in SentencePiece
@@ -79,7 +80,11 @@ class TextTokenizer:
         self.strip_first_space = strip_first_space
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
-        self.byte_level = "ByteLevel" in _decoder_steps(backend)
+        steps = _decoder_steps(backend)
+        self.byte_level = "ByteLevel" in steps
+        self._by_metaspace = "Metaspace" in steps  # which strips all spaces of a first token
+        self._has_byte_tokens = "ByteFallback" in steps
+        self._space = _SPACE if steps.keys() & {"Replace", "Metaspace"} else " "
         self._bytes: dict[int, bytes] = {}
         self.shown_texts: Mapping[int, str | None] = _ShownTexts(self.shown_bytes)
         """Visible text by token id; None if the bytes are not UTF-8 without other tokens."""
@@ -93,16 +98,23 @@ class TextTokenizer:
         Args:
             template: Chat template. Its special tokens separate cached segments of conversations.
         """
-        self._fast = open_fast_encoder(self.backend)
+        if any(token.lstrip or token.rstrip or token.single_word for token in self._added.values()):
+            return False  # `fastokens` reads such tokens otherwise, and so would segments be
+        try:
+            self._fast = open_fast_encoder(self.backend)
+            self._segments = self._segment_encoder(template)
+            self._frame = _frame_of(self)
+        except InvalidRequestError:  # a probe has words without tokens
+            self._fast = self._segments = None
+        return self._fast is not None
+
+    def _segment_encoder(self, template: str) -> SegmentEncoder | None:
         special = {self._added[i].content: i for i in self.special_ids}
         used = {text: token_id for text, token_id in special.items() if text in template}
         if not splits_at_special_tokens(self.encode, used):
             used = {}
         words = splits_between_words(self.encode, self.backend.get_vocab(with_added_tokens=True))
-        if used or words:
-            self._segments = SegmentEncoder(self.encode, used, between_words=words)
-        self._frame = _frame_of(self)
-        return self._fast is not None
+        return SegmentEncoder(self.encode, used, between_words=words) if used or words else None
 
     def encode_again(
         self, text: str, scope: str = "", *, add_special_tokens: bool = False
@@ -126,16 +138,15 @@ class TextTokenizer:
             text: Any text; special tokens in it are recognised.
             add_special_tokens: Whether to add the model's special tokens, such as BOS. Chat
                 templates contain them already.
+
+        Raises:
+            InvalidRequestError: The vocabulary lacks a word, and has no token for unknown words.
         """
-        ids: list[int]
         if (fast := self._fast) is not None:
             with contextlib.suppress(*REFUSALS):  # `tokenizers` may accept the text
-                ids = fast.encode(text, add_special_tokens=add_special_tokens).ids
+                ids: list[int] = fast.encode(text, add_special_tokens=add_special_tokens).ids
                 return ids
-        # A batch of one text, because `tokenizers` releases the GIL only for batches.
-        [found] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids = found.ids
-        return ids
+        return encode_text(self.backend, text, add_special_tokens=add_special_tokens)
 
     def texts_from(self, first_id: int) -> list[tuple[int, str]]:
         """Return the tokens with ids of at least ``first_id``, as ids and texts."""
@@ -159,8 +170,8 @@ class TextTokenizer:
         if added is not None and added.special:
             return str(added.content).encode()
         if not self.byte_level:
-            raw = _BYTE_TOKEN.fullmatch(piece)
-            return bytes([int(raw[1], 16)]) if raw else piece.replace(_SPACE, " ").encode()
+            raw = _BYTE_TOKEN.fullmatch(piece) if self._has_byte_tokens else None
+            return bytes([int(raw[1], 16)]) if raw else piece.replace(self._space, " ").encode()
         alphabet = byte_alphabet()
         if all(character in alphabet for character in piece):
             spelled = bytes(alphabet[character] for character in piece)
@@ -175,8 +186,11 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
         spell = self.shown_bytes if skip_special_tokens else self.token_bytes
-        text = b"".join(map(spell, ids)).decode("utf-8", "replace")
-        return text.removeprefix(" ") if self.strip_first_space else text
+        pieces = [piece for piece in map(spell, ids) if piece]
+        if self.strip_first_space and pieces:
+            bare = pieces[0].lstrip(b" ") if self._by_metaspace else pieces[0].removeprefix(b" ")
+            pieces[0] = bare
+        return b"".join(pieces).decode("utf-8", "replace")
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, as in the ``token`` field of logprobs."""
@@ -188,7 +202,8 @@ def _frame_of(tokenizer: TextTokenizer) -> tuple[Sequence[int], Sequence[int]] |
     plain, framed = (tokenizer.encode(" x", add_special_tokens=add) for add in (False, True))
     for begin in range(len(framed) - len(plain) + 1):
         frame = framed[:begin], framed[begin + len(plain) :]
-        texts = ("x", " a b", "\n", f"{tokenizer.token_text(framed[0])} x")
+        first = "".join(map(tokenizer.token_text, framed[:1]))
+        texts = ("x", " a b", "\n", f"{first} x")
         if all(
             tokenizer.encode(text, add_special_tokens=True)
             == [*frame[0], *tokenizer.encode(text), *frame[1]]
@@ -209,11 +224,17 @@ def _is_text(raw: bytes) -> bool:
 _STEPS: dict[str, dict[str, Any]] = {
     "Replace": {"pattern": {"String": _SPACE}, "content": " "},
     "Metaspace": {"replacement": _SPACE},
-    "Strip": {"content": " ", "stop": 0},
+    "Strip": {"content": " ", "start": 1, "stop": 0},
     "ByteFallback": {},
     "Fuse": {},
+    "ByteLevel": {},
 }
-"""Steps of SentencePiece decoders, with the settings that `TextTokenizer.spell` has."""
+"""Steps of decoders, with the settings that `TextTokenizer.spell` has."""
+_ORDER = re.compile(
+    "ByteLevel( Fuse)?|Metaspace( ByteFallback( Fuse)?)?|ByteFallback Metaspace"
+    "|(Replace )?ByteFallback( Fuse( Strip)?)?"
+)
+"""Orders of steps that work token by token; others change the text of whole answers."""
 
 
 def _decoder_steps(backend: Tokenizer) -> dict[str, dict[str, Any]]:
@@ -221,11 +242,10 @@ def _decoder_steps(backend: Tokenizer) -> dict[str, dict[str, Any]]:
     decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
     steps = decoder.get("decoders", [decoder])
     by_type = {step["type"]: step for step in steps}
-    known = {"ByteLevel": {}} if by_type.keys() == {"ByteLevel"} else _STEPS
-    if wrong := [s for s in steps if not s.items() >= known.get(s["type"], {"": 0}).items()]:
+    if wrong := [s for s in steps if not s.items() >= _STEPS.get(s["type"], {"": 0}).items()]:
         raise ValueError(f"step {str(wrong[0])[:80]} of the decoder is not supported")
-    if not by_type.keys() & {"ByteLevel", "ByteFallback", "Metaspace"}:
-        raise ValueError(f"decoder {str(decoder)[:80]} is neither byte-level nor SentencePiece")
+    if not _ORDER.fullmatch(order := " ".join(step["type"] for step in steps)):
+        raise ValueError(f"decoder {order[:80]} is neither byte-level nor SentencePiece")
     return by_type
 
 

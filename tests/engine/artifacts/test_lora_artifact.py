@@ -52,6 +52,10 @@ def test_patterns_change_the_scale_of_the_modules_that_they_name(tmp_path: Path)
     scales = {(p.layer, p.target): p.scale for p in read_adapter(path, CONFIG, 64).weights}
     assert (scales[0, "up_proj"], scales[1, "up_proj"]) == (1, 2)
     assert (scales[0, "v_proj"], scales[1, "v_proj"], scales[1, "o_proj"]) == (0.5, 0.5, 1)
+    lists = {"exclude_modules": ["lm_head"], "layers_to_transform": [0, 1]}
+    path = write_adapter(tmp_path, CONFIG, alpha=4, alpha_pattern={"q.proj": 8}, **lists)
+    scales = {(p.layer, p.target): p.scale for p in read_adapter(path, CONFIG, 64).weights}
+    assert scales[0, "q_proj"] == 2 * scales[0, "k_proj"], "a point is any character, as in PEFT"
 
 
 def test_the_digest_covers_config_and_weights(tmp_path: Path) -> None:
@@ -82,6 +86,9 @@ def test_the_digest_covers_config_and_weights(tmp_path: Path) -> None:
         ({"rank_pattern": {"(a+)+$": 3}}, "'(a+)+$' is not a plain module name"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "['embed_tokens'] cannot be changed"),
         ({"target_modules": 7}, "target_modules is 7; it must be a list or a string"),
+        ({"target_modules": ["q_proj"]}, "target_modules leaves out model.layers.0.self_attn.k_pr"),
+        ({"exclude_modules": ["up_proj"]}, "exclude_modules leaves out model.layers.0.mlp.up_proj"),
+        ({"layers_to_transform": 1}, "layers_to_transform leaves out model.layers.0."),
     ],
 )
 def test_what_the_config_asks_for_and_is_not_there_is_named(

@@ -14,7 +14,7 @@ from tests.engine.loading.test_loading import write_directory
 
 FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 MARKED = {"__type": "AddedToken", **FLAGS, "content": "<|three|>", "rstrip": True, "special": False}
-TEXT = "a<|one|> <|two|> <|three|>b<s>HelloWorld 12"
+TEXT = "a<|one|> <|two|> <|three|>b<s>HelloWorld 12<|four|>5"
 TEMPLATES = [{"name": name, "template": name} for name in ("default", "tool_use", "rag")]
 
 
@@ -56,6 +56,13 @@ def folder(path: Path, **files: object) -> Path:
         {"special_tokens_map": {"eos_token": {**FLAGS, "content": "<|three|>", "lstrip": True}}},
         {"tokenizer_config": {"eos_token": "<s>"}, "special_tokens_map": {"eos_token": "<|one|>"}},
         {"added_tokens": {"<|three|>": 258, "<|one|>": 256}},
+        {"tokenizer_config": {"pad_token": "<|three|>", "unk_token": "<s>", "x_token": "<|four|>"}},
+        {"tokenizer_config": {"unk_token": MARKED, "extra_special_tokens": ["<|three|>"]}},
+        {
+            "tokenizer_config": {
+                "added_tokens_decoder": {"257": {**FLAGS, "content": "<|two|>", "special": False}}
+            }
+        },
     ],
     ids=str,
 )
@@ -88,6 +95,9 @@ def test_templates_have_names_and_files(tmp_path: Path) -> None:
     (path / "additional_chat_templates").mkdir()
     (path / "additional_chat_templates" / "tool_use.jinja").write_text("of a file")
     (path / "chat_template.jinja").write_text("first")
+    (path / "additional_chat_templates" / "tool_use.jinja").rename(path / "kept")
+    assert resolve_model(str(path)).tool_template is None  # files replace those of the JSON
+    (path / "kept").rename(path / "additional_chat_templates" / "tool_use.jinja")
     files = resolve_model(str(path))
     assert (files.chat_template, files.tool_template) == ("first", "of a file")
     assert files.template_digest != named.template_digest
@@ -101,6 +111,9 @@ def test_templates_have_names_and_files(tmp_path: Path) -> None:
         ("generation_config", {"no_repeat_ngram_size": 3}),
         ("generation_config", {"stop_strings": ["x"]}),
         ("generation_config", {"typical_p": 0.9}),
+        ("generation_config", {"encoder_repetition_penalty": 1.2}),
+        ("generation_config", {"num_beams": 4}),
+        ("generation_config", {"max_time": 3.0}),
     ],
 )
 def test_what_changes_answers_and_is_not_supported_is_refused(
@@ -116,5 +129,9 @@ def test_every_key_of_transformers_has_a_rule_and_its_defaults_pass(tmp_path: Pa
     keys = {key for key in vars(GenerationConfig()) if not key.startswith("_")}
     assert keys <= GENERATION_CONFIG.keys()
     old = {"typical_p": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "max_new_tokens": 7}
+    old |= {"num_beams": 1, "temperature": 0.0, "top_k": 0}
     path = folder(tmp_path, generation_config={**dict.fromkeys(keys), **old})
-    assert resolve_model(str(path)).generation_defaults == {"max_tokens": 7}
+    assert resolve_model(str(path)).generation_defaults == {"max_tokens": 7, "temperature": 0.0}
+    path = folder(tmp_path, generation_config={"min_p": 1.5})
+    with pytest.raises(ModelError, match=r"min_p = 1\.5"):
+        resolve_model(str(path))

@@ -73,6 +73,14 @@ EDITS: dict[str, tuple[str, Callable[[Config], object]]] = {
         lambda c: (c.pop("rms_norm_eps"), c.pop("max_position_embeddings")),
     ),
     "no window": ("mistral", lambda c: c.pop("sliding_window")),
+    "patterns of windows that the family does not read": (
+        "gpt_oss",
+        lambda c: c.update(layer_types=None, sliding_window_pattern=3),
+    ),
+    "a pattern of Gemma": (
+        "gemma3",
+        lambda c: c.update(layer_types=None, sliding_window_pattern=2, _sliding_window_pattern=3),
+    ),
     "old theta": ("qwen2", lambda c: (c.pop("rope_parameters"), c.update(rope_theta=5e5))),
 }
 
@@ -138,6 +146,7 @@ def test_the_table_has_every_key_and_default_of_transformers() -> None:
             "rope_scaling hides the base; add rope_theta: 1000000.0",
         ),
         ({"rope_parameters": {"rope_type": "mrope"}}, "RoPE scaling 'mrope'"),
+        ({"is_causal": False}, "is_causal = False is not supported"),
     ],
 )
 def test_rope_that_is_unknown_or_ambiguous_is_refused_by_name(
@@ -145,6 +154,13 @@ def test_rope_that_is_unknown_or_ambiguous_is_refused_by_name(
 ) -> None:
     folder = edited(tmp_path / "model", "qwen3", lambda c: c.update(change))
     with pytest.raises(ModelError, match=message):
+        resolve_model(str(folder))
+
+
+def test_rope_of_gemma_that_transformers_ignores_is_refused(tmp_path: Path) -> None:
+    flat = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}}
+    folder = edited(tmp_path / "model", "gemma3", lambda c: c.update(flat))
+    with pytest.raises(ModelError, match="must have the keys full_attention and sliding_attention"):
         resolve_model(str(folder))
 
 

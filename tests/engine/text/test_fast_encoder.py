@@ -6,10 +6,11 @@ import fastokens
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from baton.text.fast_encoder import open_fast_encoder
-from baton.text.tokenizer import TextTokenizer, load_tokenizer
+from baton.text.tokenizer import TextTokenizer, byte_alphabet, load_tokenizer
+from baton.types.errors import InvalidRequestError
 
 CUTS = ["smollm", "gpt-2", "llama-bpe", "qwen2", "gpt-4o"]
 HARD = [
@@ -78,3 +79,26 @@ def test_a_kind_that_it_does_not_know_stays_with_the_other():
     tokenizer = TextTokenizer(words)
     tokenizer.speed_up()
     assert tokenizer.encode("a") == [1]
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+def test_ids_stay_those_of_the_backend_if_added_tokens_depend_on_their_neighbours(flag, smollm):
+    backend = load_tokenizer(smollm.backend.to_str()).backend
+    backend.add_tokens([AddedToken("hello", normalized=False, **{flag: True})])
+    text = "hello world  hello\n" + "x hello hello, xhello 12 " * 800
+    tokenizer = load_tokenizer(backend.to_str())
+    tokenizer.speed_up()
+    assert tokenizer.encode_again(text) == backend.encode(text).ids
+
+
+def test_a_text_that_the_tokenizer_cannot_read_is_an_error_of_the_request():
+    words = Tokenizer(models.WordLevel({"x": 0}, unk_token="none"))
+    panics = Tokenizer(models.BPE({c: i for i, c in enumerate(byte_alphabet())}, []))
+    panics.pre_tokenizer = pre_tokenizers.ByteLevel()
+    panics.add_tokens([AddedToken("x", rstrip=True), AddedToken("  ", lstrip=True)])
+    for backend in (words, panics):
+        backend.decoder = decoders.ByteLevel()
+        tokenizer = load_tokenizer(backend.to_str())
+        tokenizer.speed_up()
+        with pytest.raises(InvalidRequestError, match="tokenizer cannot read"):
+            tokenizer.encode("x   ")

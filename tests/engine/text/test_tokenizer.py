@@ -175,29 +175,45 @@ def test_added_tokens_of_a_byte_level_tokenizer_are_shown_as_text():
     assert backend.decode(ids[::2]) == tokenizer.decode(ids[::2])
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [decoders.Replace("_", " "), decoders.ByteFallback()],
-        [decoders.ByteFallback(), decoders.Strip("x", 1, 0)],
-        [decoders.ByteFallback(), decoders.Replace("▁", " "), decoders.CTC()],
-        [decoders.ByteLevel(), decoders.Fuse()],
-    ],
-    ids=str,
-)
-def test_a_step_of_a_decoder_that_would_change_texts_is_refused(steps):
-    backend = load_tokenizer(sentencepiece()).backend
-    backend.decoder = decoders.Sequence(steps)
-    with pytest.raises(ValueError, match="of the decoder is not supported"):
-        load_tokenizer(backend.to_str())
+STEPS = {
+    "bytes": decoders.ByteFallback(),
+    "fuse": decoders.Fuse(),
+    "level": decoders.ByteLevel(),
+    "space": decoders.Replace("▁", " "),
+    "other": decoders.Replace("_", " "),
+    "strip": decoders.Strip(" ", 1, 0),
+    "two": decoders.Strip(" ", 2, 0),
+    "never": decoders.Metaspace(prepend_scheme="never"),
+    "always": decoders.Metaspace(prepend_scheme="always"),
+    "first": decoders.Metaspace(prepend_scheme="first"),
+    "ctc": decoders.CTC(),
+}
+SHOWN = ("space bytes", "space bytes fuse", "space bytes fuse strip", "bytes", "bytes fuse strip")
+SHOWN += ("never", "always", "first", "always bytes fuse", "bytes always", "level", "level fuse")
+REFUSED = ("other bytes", "space bytes strip", "space bytes strip fuse", "space bytes fuse two")
+REFUSED += ("fuse bytes", "always always", "space always", "bytes fuse always", "space ctc", "fuse")
 
 
-@pytest.mark.parametrize("scheme", ["always", "first", "never"])
-def test_the_first_space_of_a_metaspace_decoder_is_that_of_the_backend(scheme):
+@pytest.mark.parametrize("steps", SHOWN)
+def test_texts_are_those_of_the_steps_of_the_decoder(steps):
     backend = load_tokenizer(sentencepiece(add_space_prefix=False)).backend
-    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    ids = [backend.token_to_id(piece) for piece in ("▁hello", "▁w", "o")]
-    assert load_tokenizer(backend.to_str()).decode(ids) == backend.decode(ids)
+    backend.decoder = decoders.Sequence([STEPS[step] for step in steps.split()])
+    backend.add_tokens([AddedToken("▁▁▁", normalized=False)])
+    for pieces in (
+        ["▁hello", "▁w", "<0xC3>", "<0xA9>"],
+        ["▁▁▁", "o", "▁▁▁"],
+        ["▁", "▁w", "<0x20>"],
+    ):
+        ids = [backend.token_to_id(piece) for piece in pieces]
+        assert load_tokenizer(backend.to_str()).decode(ids) == backend.decode(ids)
+
+
+@pytest.mark.parametrize("steps", REFUSED)
+def test_a_decoder_that_changes_texts_otherwise_is_refused(steps):
+    backend = load_tokenizer(sentencepiece()).backend
+    backend.decoder = decoders.Sequence([STEPS[step] for step in steps.split()])
+    with pytest.raises(ValueError, match="decoder"):
+        load_tokenizer(backend.to_str())
 
 
 def test_settings_of_training_do_not_change_prompts():
