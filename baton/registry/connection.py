@@ -123,7 +123,7 @@ def parse_redis_url(url: str) -> RedisTarget:
     return RedisTarget(hosts, "", primary, options, {**files, **theirs}, tls)
 
 
-def open_redis(url: str, max_connections: int = 8) -> redis.asyncio.Redis:
+def open_redis(url: str, max_connections: int = 32) -> redis.asyncio.Redis:
     """Return a client, which connects at its first call; calls wait for a free connection.
 
     A call fails if the server does not answer, and is never retried: a MULTI that may have taken

@@ -29,6 +29,7 @@ under ``baton:{fleet.lane}:`` for workers, blocks, commands, adapters, tickets a
     gate:…                evidence about a canary             see gates.py
     tickets               the last ticket that a router took               1 day
     routers               hash: router -> its load                         1 minute
+    prompts               stream of long prompts of routers                1 minute, 128 entries
     responses:…           responses that clients asked to store            see stored_responses.py
     birth                 random; it changes when Redis restarts empty
 

@@ -1,6 +1,6 @@
-"""Load of each router of a fleet, shared with the others a few times a second."""
+"""Load of each router of a fleet, shared a few times a second, and its prompts, at once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -9,6 +9,7 @@ from baton.registry.types import WorkDemand
 
 _TTL_MS = 60_000
 _PLAN_TTL_MS = 10_000
+_PROMPTS = 128  # entries of up to 256 KiB; those that are not read at once are of no use
 
 
 class TenantDemand(msgspec.Struct, frozen=True, array_like=True):
@@ -46,7 +47,7 @@ class PlannedSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterDemands:
-    """Loads of all routers, in one hash, and the planner's last result.
+    """Loads of all routers, in one hash, their prompts, and the planner's last result.
 
     Every call may raise the registry's ``RegistryUnavailableError``.
 
@@ -103,3 +104,20 @@ class RouterDemands:
     async def forget(self, *router_ids: str) -> None:
         """Remove routers that are gone."""
         await self._registry.send(("HDEL", self._registry.key("routers"), *router_ids))
+
+    async def add_prompts(self, entries: Sequence[bytes]) -> None:
+        """Add entries to the stream of prompts, which all routers read in one order."""
+        key = self._registry.key("prompts")
+        adds = [("XADD", key, "MAXLEN", "~", _PROMPTS, "*", "p", entry) for entry in entries]
+        await self._registry.send(*adds, ("PEXPIRE", key, _TTL_MS))
+
+    async def read_prompts(self, after: bytes, wait_s: float) -> tuple[bytes, list[bytes]]:
+        """Return new entries and the position after them; an empty one is the present end."""
+        key = self._registry.key("prompts")
+        if not after:
+            (newest,) = await self._registry.send(("XREVRANGE", key, "+", "-", "COUNT", 1))
+            after = bytes(newest[0][0]) if newest else b"0-0"
+        wait = ("BLOCK", int(wait_s * 1000), "COUNT", 16)
+        (answer,) = await self._registry.send(("XREAD", *wait, "STREAMS", key, after))
+        entries = answer[0][1] if answer else []
+        return bytes(entries[-1][0]) if entries else after, [e.get(b"p", b"") for _, e in entries]

@@ -15,7 +15,6 @@ from batonpb.common_pb2 import WorkerStatus
 from baton.registry.types import Role
 from baton.types import events as ev
 from baton.types.errors import BatonError, QueueFullError, SloUnreachableError, UnavailableError
-from baton.types.geometry import context_tokens
 from baton.types.slo import Slo
 from loadtest.simulator.attempt import Attempt, AttemptWorkers
 from loadtest.simulator.index_feed import IndexFeed
@@ -32,10 +31,8 @@ from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
 from router.routing.admission.slo_gate import GateRequest, SloDecision, SloGate
 from router.routing.peers.work_counter import WorkCounter
-from router.routing.placement.booked_load import Booking
 from router.routing.placement.placer import Placer, Quote
 from router.routing.placement.prefix_index import PrefixIndex
-from router.routing.placement.worker_load import LoadReader
 from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
 from router.routing.requests.sibling_admitter import SiblingAdmitter
 from router.routing.requests.tickets import Tickets
@@ -432,19 +429,14 @@ class SimulatedRouter(WorkerListener):
         slots = self._table.of_role("prefill")
         fit = [slot for slot in slots if slot.incarnation not in record.failed_prefills]
         attempt = self._attempts.get(record.id)
-        if not fit or attempt is None:
+        best = None
+        if attempt is not None:
+            best = self._placer.replace_prefill(record.request, record.prefill_id, fit)
+        if attempt is None or best is None:
             record.wants_prefill = attempt is not None
             return
-        reader = LoadReader(self._book)
-        best = min((reader.of(slot, 0) for slot in fit), key=lambda load: load.queued_tokens)
         record.wants_prefill = False
         record.started_ns = 0
-        self._book.take_back(record.prefill_id, record.id)
         record.prefill_id = best.worker_id
-        tokens = record.prompt_tokens
-        now_ns = self._clock.now_ns
-        self._placer.computing.move(record.id, best, now_ns)
-        booking = Booking(tokens=tokens, context=context_tokens(0, tokens), streams=0, at_ns=now_ns)
-        self._book.book(best.worker_id, record.id, booking)
         worker = self._table.worker(best.worker_id)
         self._clock.after(CONTROL_NS, partial(attempt.replace_prefill, worker))

@@ -1,4 +1,4 @@
-"""Exchanges demand with the other routers through Redis, off the path of requests."""
+"""Exchanges demand and long prompts with the other routers through Redis."""
 
 import asyncio
 import logging
@@ -10,6 +10,7 @@ from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.router_demands import PlannedSizes, RouterDemand, RouterDemands
 from baton.telemetry.tasks import BackgroundTasks
 from router.routing.admission.admission import Admission
+from router.routing.peers.shared_prompts import SharedPrompts
 from router.routing.peers.shares import Shares
 from router.routing.peers.work_counter import WorkCounter
 from router.routing.workers.table import WorkerTable
@@ -17,6 +18,7 @@ from router.routing.workers.table import WorkerTable
 _LOG = logging.getLogger(__name__)
 
 EXCHANGE_EVERY_S = 0.2
+_ANSWER_S = 0.7  # Redis does not answer if a read of prompts takes longer
 
 
 class SharingLane(Protocol):
@@ -25,6 +27,7 @@ class SharingLane(Protocol):
     router_id: str
     admission: Admission
     shares: Shares
+    prompts: SharedPrompts
     work: WorkCounter
     workers: WorkerTable
 
@@ -33,7 +36,7 @@ class SharingLane(Protocol):
 
 
 class ShareFeed:
-    """Task that keeps a router's shares current and reports its demand.
+    """Tasks that keep a router's shares current, report its demand, and share long prompts.
 
     Args:
         on_plan: Called after each exchange with the planner's last result.
@@ -50,11 +53,15 @@ class ShareFeed:
         self._source = source
         self._on_plan = on_plan
         self._beat = 0
+        self._has_prompts = asyncio.Event()
+        lane.prompts.on_news = self._has_prompts.set
         self._background = BackgroundTasks("shares", count_failure)
 
     def start(self) -> None:
-        """Start the task. Needs a running event loop."""
+        """Start the tasks. Needs a running event loop."""
         self._background.keep(self._run, "shares")
+        self._background.keep(self._read_prompts, "prompts of others")
+        self._background.keep(self._write_prompts, "own prompts")
 
     async def close(self) -> None:
         """Stop, and remove this router so that the others need no timeout."""
@@ -95,3 +102,31 @@ class ShareFeed:
             shares.alone()
         admission.limit = shares.queue_limit(admission.max_waiting)
         self._lane.pump()
+
+    async def _read_prompts(self) -> None:
+        prompts = self._lane.prompts
+        after = b""
+        while True:
+            try:
+                if self._lane.shares.routers == 1:
+                    raise RegistryUnavailableError("there is no other router")
+                async with asyncio.timeout(_ANSWER_S):
+                    after, entries = await self._source.read_prompts(after, EXCHANGE_EVERY_S)
+            except (TimeoutError, RegistryUnavailableError):
+                prompts.stop()
+                after = b""
+                await asyncio.sleep(EXCHANGE_EVERY_S)
+                continue
+            for entry in entries:
+                prompts.apply(entry)
+                await asyncio.sleep(0)  # a long one takes a millisecond
+            prompts.tick()
+
+    async def _write_prompts(self) -> None:
+        while True:
+            await self._has_prompts.wait()
+            self._has_prompts.clear()
+            try:
+                await self._source.add_prompts(self._lane.prompts.take())
+            except RegistryUnavailableError:
+                self._lane.prompts.stop()

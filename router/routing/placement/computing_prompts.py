@@ -9,9 +9,11 @@ the router while that takes at most as long as computing the blocks again, and i
 other request. It takes no place at a worker meanwhile, so nothing queues behind it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from baton.types.geometry import context_tokens
 from router.request import GenerationRequest
@@ -30,8 +32,7 @@ _REPORTED_NS = 500_000_000  # a report comes every 250 ms, and shows the end of 
 _MOST_WAITS = 2.0  # longest wait ÷ predicted time of computing, for a prompt with progress
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class ComputingPrompt:
+class ComputingPrompt(msgspec.Struct, eq=False, kw_only=True):
     """A placed prompt that has no first token yet.
 
     Attributes:
@@ -40,19 +41,23 @@ class ComputingPrompt:
         begin_blocks: Leading blocks that are not computed: cached, pulled or restored.
         starts_ns: Expected start of the computation.
         pulls: Whether its worker pulls leading blocks first.
+        lasts_s: Predicted time of pulls and computing.
+        placed: Whether this router has placed it: an announced one may come to another worker.
         computed_ns: Time of the first token; 0 before.
     """
 
     request_id: str
-    number: int
     hashes: bytes
     worker: WorkerLoad
     begin_blocks: int
     starts_ns: int
     pulls: bool
+    lasts_s: float = 0.0
+    placed: bool = True
+    number: int = -1
     computed_ns: int = 0
 
-    def left_s(self, blocks: int, there_blocks: int, now_ns: int) -> float:
+    def left_s(self, blocks: int, there_blocks: int, now_ns: int, equal: WorkerLoad) -> float:
         """Return the expected time until ``blocks`` are there, of which ``there_blocks`` are."""
         if there_blocks >= blocks:
             return 0.0
@@ -62,7 +67,8 @@ class ComputingPrompt:
         size = self.worker.block_tokens
         begin = max(self.begin_blocks, there_blocks) * size
         end = max(blocks * size, begin)
-        return starts_s + self.worker.prompt_s(end - begin, context_tokens(begin, end))
+        rated = self.worker if self.worker.prefill_token_s else equal  # then it was not measured
+        return starts_s + rated.prompt_s(end - begin, context_tokens(begin, end))
 
 
 def is_soon_there(worker: WorkerLoad, prompt_tokens: int) -> bool:
@@ -72,9 +78,13 @@ def is_soon_there(worker: WorkerLoad, prompt_tokens: int) -> bool:
 
 
 class ComputingPrompts:
-    """Prompts that are worth waiting for, by request. It is bounded: further ones are left out."""
+    """Prompts that are worth waiting for, by request. It is bounded: further ones are left out.
+
+    ``on_change`` gets a request, its prompt, None if that has ended, and whether it is computed.
+    """
 
     def __init__(self, prefix_index: PrefixIndex, book: LoadBook) -> None:
+        self.on_change: Callable[[str, ComputingPrompt | None, bool], None] = lambda *_: None
         self._index = prefix_index
         self._book = book
         self._prompts: dict[str, ComputingPrompt] = {}
@@ -91,20 +101,14 @@ class ComputingPrompts:
         """Return whether the prompt is still being computed, in the same attempt."""
         return self._prompts.get(prompt.request_id) is prompt
 
-    def begin(self, request_id: str, hashes: bytes, chosen: Candidate, now_ns: int) -> bool:
+    def begin(
+        self, request_id: str, hashes: bytes, chosen: Candidate, now_ns: int, *, placed: bool = True
+    ) -> bool:
         """Record a placed prompt; return False if it is soon computed, or there are too many."""
-        self.end(request_id)
         terms = chosen.terms
-        room = _MAX_BLOCKS - self._table.blocks
-        if not (terms.compute_s >= LEAST_S or chosen.links) or not hashes:
-            return False
-        if not self._free or len(hashes) > room * HASH_BYTES:
-            return False
-        number = self._free.pop()
         worker = chosen.computes
         prompt = ComputingPrompt(
             request_id=request_id,
-            number=number,
             hashes=hashes,
             worker=worker,
             begin_blocks=max(
@@ -112,8 +116,24 @@ class ComputingPrompts:
             ),
             starts_ns=now_ns + round((terms.first_token_s - terms.compute_s) * 1e9),
             pulls=bool(chosen.links),
+            lasts_s=terms.pull_s + terms.compute_s,
+            placed=placed,
         )
-        self._prompts[request_id] = self._numbered[number] = prompt
+        is_long = terms.compute_s >= LEAST_S or prompt.pulls
+        if not (is_long and hashes and self.add(prompt)):
+            self.end(request_id)
+            return False
+        self.on_change(request_id, prompt, False)
+        return True
+
+    def add(self, prompt: ComputingPrompt) -> bool:
+        """Record a prompt, in place of an earlier one of its request; False: there are too many."""
+        self.hide(prompt.request_id)
+        hashes = prompt.hashes
+        if not self._free or self._table.blocks + len(hashes) // HASH_BYTES > _MAX_BLOCKS:
+            return False
+        prompt.number = number = self._free.pop()
+        self._prompts[prompt.request_id] = self._numbered[number] = prompt
         self._table.add(number, hashes, len(hashes) // HASH_BYTES)
         self._live.add(number)
         return True
@@ -125,9 +145,18 @@ class ComputingPrompts:
             starts_ns = now_ns + round(worker.queue_s * 1e9)
             moved = replace(prompt, worker=worker, begin_blocks=0, starts_ns=starts_ns)
             self._prompts[request_id] = self._numbered[prompt.number] = moved
+            self.on_change(request_id, moved, False)
 
-    def end(self, request_id: str) -> ComputingPrompt | None:
+    def end(self, request_id: str, computed_ns: int = 0) -> ComputingPrompt | None:
         """Forget a prompt that is computed, or whose attempt has ended; return it."""
+        prompt = self.hide(request_id)
+        if prompt is not None:
+            prompt.computed_ns = computed_ns
+        self.on_change(request_id, None, computed_ns > 0)
+        return prompt
+
+    def hide(self, request_id: str) -> ComputingPrompt | None:
+        """Remove a prompt, which may be recorded anew; return it."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
             del self._numbered[prompt.number]
@@ -146,11 +175,12 @@ class ComputingPrompts:
         """Add blocks that a worker will have when it has computed what is before in its queue.
 
         ``held`` is the number of leading blocks by incarnation. A prompt that waits for a pull may
-        be overtaken, so its blocks do not count. Return whether no worker has as many yet.
+        be overtaken, so its blocks do not count, nor those of other routers, whose load is unknown.
+        Return whether no worker has as many yet.
         """
         most = max(held.values(), default=0)
         for prompt, blocks in self.shared(hashes):
-            if not prompt.pulls:
+            if prompt.placed and not prompt.pulls:
                 incarnation = prompt.worker.incarnation
                 held[incarnation] = max(held.get(incarnation, 0), blocks)
         return max(held.values(), default=0) > most
@@ -230,7 +260,7 @@ class SiblingWaits:
             if own_s <= most_saved_s or prompt in given_up or self._computing.has(prompt, blocks):
                 continue
             there = self._computing.there(prompt)
-            left_s = prompt.left_s(blocks, there, now_ns)
+            left_s = prompt.left_s(blocks, there, now_ns, chosen.computes)
             saved_s = own_s - left_s
             is_same = before is not None and before.prompt is prompt
             last_ns = since_ns + first_own_ns * (_MOST_WAITS if is_same or prompt.pulls else 1)

@@ -35,6 +35,7 @@ from router.process_core import ProcessCore
 from router.request import GenerationRequest
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
+from router.routing.peers.shared_prompts import SharedPrompts
 from router.routing.peers.shares import Shares
 from router.routing.peers.work_counter import WorkCounter
 from router.routing.placement.computing_prompts import SiblingWait
@@ -86,6 +87,7 @@ class Gateway:
         self.observer = observer
         self.placer = Placer(settings, self.workers, prefix_index)
         self.book = self.placer.book
+        self.prompts = SharedPrompts(self.placer, self.router_id)
         self._slo = SloAdmitter(
             settings, self.workers, self.placer, self.admission, self._admit, self.finish
         )
@@ -95,6 +97,7 @@ class Gateway:
             self._judge,
             self._waits_for_prefix,
             later=lambda s, look: asyncio.get_running_loop().call_later(s, look),
+            shared=self.prompts,
         )
         self._dispatcher = Dispatcher(core, self.workers, self.placer, observer, self.router_id)
         self.on_report: Callable[[str, WorkerStatus, int], None] | None = None  # before its use

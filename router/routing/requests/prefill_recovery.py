@@ -12,12 +12,9 @@ from time import monotonic_ns
 from batonpb.decode_pb2 import PrefillNeeded, PrefillReplacement, RouterFrame
 
 from baton.types.errors import BatonError, TransferError, UnavailableError
-from baton.types.geometry import context_tokens
 from baton.wire.codecs import error_to_wire
 from router.process_core import ProcessCore
-from router.routing.placement.booked_load import Booking
 from router.routing.placement.placer import Placer
-from router.routing.placement.worker_load import LoadReader
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.dispatch import prefill_target, prefix_sources
 from router.routing.requests.observer import Observer
@@ -102,26 +99,17 @@ class PrefillRecovery:
     def _try_replacement(self, active: ActiveRequest, avoid: bytes = b"") -> None:
         tried = {*active.record.failed_prefills, avoid}
         fit = [slot for slot in self._prefills(active) if slot.incarnation not in tried]
-        book = self.placer.book
-        reader = LoadReader(book)
-        loads = [reader.of(slot, 0) for slot in fit]
-        best = min(loads, key=lambda load: load.queued_tokens, default=None)
+        best = self.placer.replace_prefill(active.request, active.prefill_id, fit)
         link = self.workers.link(best.worker_id) if best is not None else None
-        if link is None or best is None:
+        if link is None:
             self._wait(active)
             return
-        now_ns = monotonic_ns()
-        self.placer.computing.move(active.id, best, now_ns)
         active.wants_prefill = False
         if active.repair_timer is not None:
             active.repair_timer.cancel()
             active.repair_timer = None
-        book.take_back(active.prefill_id, active.id)
         active.prefill_id = link.worker_id
-        active.record.note(f"prefill replaced by {link.worker_id}", now_ns)
-        tokens = len(active.request.prompt)
-        booking = Booking(tokens=tokens, context=context_tokens(0, tokens), streams=0, at_ns=now_ns)
-        book.book(link.worker_id, active.id, booking)
+        active.record.note(f"prefill replaced by {link.worker_id}", monotonic_ns())
         self.observer.retried("prefill replaced")
         decode = self.workers.link(active.decode_id)
         pulls = decode.incarnation if decode is not None else b""

@@ -34,7 +34,9 @@ def request(name: str, blocks: int = LENGTH, **more) -> GenerationRequest:
     )
 
 
-def placed(worker: str, *, cached: int = 0, sources=(), queued: int = 0, rate: float = RATE):
+def placed(
+    worker: str, *, cached: int = 0, sources=(), queued: int = 0, rate: float = RATE, fitted=True
+):
     load = WorkerLoad(
         worker_id=worker,
         incarnation=worker.encode().rjust(16),
@@ -43,6 +45,7 @@ def placed(worker: str, *, cached: int = 0, sources=(), queued: int = 0, rate: f
         sources=sources,
         queued_tokens=queued,
         prefill_tokens_per_s=rate,
+        prefill_token_s=1 / rate if fitted else 0.0,
         block_bytes=1,
     )
     tokens = LENGTH * BLOCK_TOKENS + 1
@@ -155,6 +158,12 @@ def test_nobody_waits_for_a_prompt_that_begins_otherwise(fleet):
 )
 def test_nobody_waits_longer_than_the_prefix_takes_otherwise(fleet, own):
     assert fleet.ask(chosen=own) is None
+
+
+def test_a_prompt_that_was_placed_by_a_guessed_rate_is_waited_for_by_a_measured_one():
+    guessed = Fleet(rate=RATE / 4, fitted=False)
+    assert guessed.ask(chosen=placed("b")) is not None
+    assert guessed.ask("t", chosen=placed("b", rate=RATE / 4, fitted=False)) is not None
 
 
 def test_the_queue_before_the_prompt_counts():
