@@ -75,12 +75,24 @@ class Fleet:
                 start_new_session=True,
             )
 
-    async def ready(self, workers: int) -> tuple[str, float]:
-        """Return the URL, and the seconds until so many servers took requests."""
+    async def ready(self, workers: int, limit_s: float = _READY_S) -> tuple[str, float]:
+        """Return the URL, and the seconds until so many servers took requests.
+
+        Raises:
+            RuntimeError: The fleet has ended, or is not ready in time; the message names what is missing.
+        """
         url = ""
+        page: dict[str, list[dict[str, object]]] = {"workers": []}
         async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
             while True:
                 await asyncio.sleep(0.02)
+                if time.monotonic() - self._began_s > limit_s:
+                    lack = [f"{one['id']} {one['state']}" for one in page["workers"]]
+                    known = ", ".join(lack) if url else "no URL"
+                    raise RuntimeError(
+                        f"not {workers} servers ready after {limit_s:g} s: {known or 'no server'}\n"
+                        f"{self._output.read_text()}"
+                    )
                 if not url:
                     found = re.findall(r"Baton is ready at (\S+)/v1", self._output.read_text())
                     url = found[0] if found else ""

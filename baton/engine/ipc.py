@@ -6,6 +6,7 @@ processes map the same memory.
 
 import mmap
 import os
+import socket
 import struct
 from typing import Generic, TypeVar
 
@@ -50,3 +51,16 @@ def map_pool(pool_fd: int, geometry: KvGeometry) -> memoryview:
     """Size the memory file for ``geometry`` and map it writable and shared."""
     os.ftruncate(pool_fd, geometry.pool_bytes)
     return memoryview(mmap.mmap(pool_fd, geometry.pool_bytes))
+
+
+def pool_file() -> int:
+    """Create a pool's memory file, which the kernel frees after its last user."""
+    return os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def control_sockets() -> tuple[socket.socket, socket.socket]:
+    """Return the shell's and the step loop's end of their connection."""
+    ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    return ours, theirs

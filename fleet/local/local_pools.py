@@ -1,6 +1,7 @@
 """Worker pools on a private Ray, which ends with this process."""
 
 import contextlib
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import msgspec
 
 from baton.config.fleet_file import FleetConfig
+from fleet.local.early_start import start_engines
 from fleet.pools.ray_health import RayHealth
 from fleet.pools.resources import ControllerSpec, specs_of
 
@@ -29,6 +31,7 @@ class LocalPools:
         self._health: RayHealth | None = None
         self._inherited: dict[str, str] = {}
         self._started = False
+        self._engines: subprocess.Popen[bytes] | None = None  # parent of the first workers'
         self._specs: dict[str, ControllerSpec] = {}
         self._silent_looks = 0  # in a row
         self._news: list[str] = []
@@ -36,7 +39,7 @@ class LocalPools:
         self.address = "127.0.0.1"
 
     def start(self, spec: ControllerSpec) -> None:
-        """Start Ray and the controller of each lane.
+        """Start the first workers' engines, beside them Ray, and the controller of each lane.
 
         Raises:
             CapacityError: Ray or the controller failed to start.
@@ -44,6 +47,9 @@ class LocalPools:
         from fleet.pools import ray_runtime
 
         self._started = True
+        specs = self._specs_here(self._config, spec)
+        folder = self._folder.parent
+        self._engines = start_engines(self._config, specs, folder, Path(spec.log_dir))
         try:
             # The first import of `ray`, which then reads its authentication mode.
             self._inherited = ray_runtime.start_local(self._folder, self._config)
@@ -166,6 +172,14 @@ class LocalPools:
 
     def stop(self, *, leave: bool) -> None:
         """End the workers, then Ray; ``leave`` is ignored, as nothing can outlive a private Ray."""
+        try:
+            self._stop_ray()
+        finally:
+            if self._engines is not None:  # usually gone, with the last engine
+                self._engines.kill()
+                self._engines.wait()
+
+    def _stop_ray(self) -> None:
         lost = bool(self.problem())
         if self._health is not None:
             self._health.close()

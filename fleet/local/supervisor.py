@@ -293,12 +293,10 @@ class Supervisor:
                             f"the router exited with code {code}:\n"
                             f"{tail(self._logs, log_name(index))}"
                         )
-                with contextlib.suppress(httpx.TransportError):
-                    answer = client.get(f"{self.url}/health/ready")
-                    if answer.status_code == 200 and (
-                        self._adopted or all_in_place(self._slots(), self._config)
-                    ):
-                        return
+                if self._adopted or all_in_place(self._slots(), self._config):
+                    with contextlib.suppress(httpx.TransportError):
+                        if client.get(f"{self.url}/health/ready").status_code == 200:
+                            return
                 time.sleep(_POLL_S)
         raise FleetError(
             f"the fleet is not ready after {START_LIMIT_S:.0f} s; see `baton logs` ({self._logs})"

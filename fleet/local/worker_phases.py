@@ -8,6 +8,7 @@ from baton.config.fleet_file import FleetConfig
 _GIVE_UP_LIVES = 3  # failed starts of a worker after which the fleet's start fails
 _IN_PLACE = ("ready", "parked", "absent", "unfit")  # the last two are of attached servers
 _NAMED = 3  # late workers that a line names
+_DESCRIBED = 8  # at most, workers that start, of which each step is shown
 
 
 class ShownWorkers:
@@ -20,11 +21,14 @@ class ShownWorkers:
 
     def show(self, slots: Sequence[dict[str, Any]]) -> None:
         """Show what is new in the slots."""
+        are_few = sum(map(_is_late, slots)) <= _DESCRIBED
         for slot in slots:
             name = slot["worker_id"]
             reason = slot["reason"]
             life = f", epoch {slot['epoch']}" if slot["epoch"] > 1 else ""
             line = f"{name} {slot['phase']}{life}" + (f" ({reason})" if reason else "")
+            if are_few and (doing := _doing(slot)):
+                line += f": {doing}"
             if self._lines.get(name) != line:
                 self._lines[name] = line
                 self._say(line)
@@ -48,9 +52,18 @@ def all_in_place(slots: Sequence[dict[str, Any]], config: FleetConfig) -> bool:
 
 def late_workers(slots: Sequence[dict[str, Any]]) -> str:
     """Return the names of workers that are not ready yet, or ""."""
-    late = [slot["worker_id"] for slot in slots if _is_late(slot)]
+    late = [
+        slot["worker_id"] + (f" ({doing})" if (doing := _doing(slot)) else "")
+        for slot in slots
+        if _is_late(slot)
+    ]
     more = f" and {len(late) - _NAMED} more workers" if len(late) > _NAMED else ""
     return ", ".join(late[:_NAMED]) + more
+
+
+def _doing(slot: dict[str, Any]) -> str:
+    """Return what a worker does while it starts; "" if that is unknown."""
+    return str(slot.get("doing", "")) if slot["phase"] == "starting" else ""
 
 
 def _is_late(slot: dict[str, Any]) -> bool:

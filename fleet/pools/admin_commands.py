@@ -72,6 +72,7 @@ class CommandDesk:
     log_dir: str
     planning: RolePlanning
     loads: Callable[[], Sequence[WorkerState]]  # of the ready workers
+    doing: Callable[[str], str]  # what a worker that starts does; ""
 
     async def execute(self, order: AdminCommand) -> CommandReply:
         """Execute a command; the answer has the problem if it is rejected."""
@@ -117,6 +118,7 @@ class CommandDesk:
                 "phase": slot.phase.value,
                 "epoch": slot.epoch,
                 "reason": slot.reason,
+                "doing": self.doing(slot.worker_id),
                 "node": self.placements.address_of(slot.worker_id),
                 "renewed_later": slot.worker_id in self.machine.rolling,
             }

@@ -31,6 +31,7 @@ _LOG = logging.getLogger("fleet.pools.liveness")
 
 ASK_EVERY_S = 2.0
 FROZEN_AFTER_S = 8.0
+_ASK_STARTING_S = 0.5
 _ASK_AGAIN_S = 1.0
 _SLICE_S = 0.25  # time is counted in slices: if this process freezes, its clock stops too
 
@@ -52,6 +53,7 @@ class ShellProcess(msgspec.Struct, frozen=True):
     started: bool = False
     turned: ReportedRole | None = None  # None: a worker of an earlier version
     load: WorkerState | None = None  # of a ready worker
+    doing: str = ""  # while it starts
 
     @classmethod
     def own(
@@ -95,7 +97,13 @@ class Life:
                 self.on_answer(self._process)
             except RayError as error:  # after its end, the task that waits for it gets the error
                 _LOG.debug("no response to a ping: %r", error)
-            await asyncio.sleep(ASK_EVERY_S)
+            starts = self._process is None or not self._process.started
+            await asyncio.sleep(_ASK_STARTING_S if starts else ASK_EVERY_S)
+
+    @property
+    def doing(self) -> str:
+        """Return what it did at its last response, if it was starting."""
+        return self._process.doing if self._process is not None else ""
 
     @property
     def load(self) -> WorkerState | None:

@@ -361,7 +361,12 @@ class ControllerActor:
             self._spec.log_dir,
             RolePlanning(self._config.slo, demands, size_planner),
             self._ready_workers,
+            self._doing,
         )
+
+    def _doing(self, worker_id: str) -> str:
+        life = self._lives.get(worker_id)
+        return life.doing if life is not None else ""
 
     def _ready_workers(self) -> list[WorkerState]:
         """Return the load of each ready worker at its last ping, with its present role."""

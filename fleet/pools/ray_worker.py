@@ -51,7 +51,13 @@ class RunningWorker(Protocol):
         """Stop the worker and remove it from the registry."""
 
 
-StartWorker = Callable[[Any], Coroutine[Any, Any, RunningWorker]]
+class StartWorker(Protocol):
+    """Starts a worker; ``on_progress`` gets what it does meanwhile."""
+
+    def __call__(
+        self, settings: Any, *, on_progress: Callable[[str], None]
+    ) -> Coroutine[Any, Any, RunningWorker]:
+        """Return the started worker."""
 
 
 class WorkerActor:
@@ -75,6 +81,7 @@ class WorkerActor:
         self._started = asyncio.Event()
         self._worker: RunningWorker | None = None
         self._guard: asyncio.Task[None] | None = None
+        self._doing = ""  # while it starts
 
     async def start(self) -> bytes:
         """Start the worker unless it is starting; return its record as msgpack once it is ready.
@@ -92,7 +99,8 @@ class WorkerActor:
         return msgspec.msgpack.encode(self._worker.record)
 
     async def _begin(self) -> None:
-        self._worker = await self._start_worker(self._settings)
+        self._worker = await self._start_worker(self._settings, on_progress=self._note_progress)
+        self._doing = ""
         if self._guard is None:
             self._guard = self._tasks.keep(StandstillGuard(self._replaced).run, "standstill")
         self._started.set()
@@ -118,6 +126,9 @@ class WorkerActor:
         self._digest = settings_digest(fields)
         self._turned = ReportedRole(fields["role"], fields.get("turn", 0))
 
+    def _note_progress(self, what: str) -> None:
+        self._doing = what
+
     def _note_failure(self, error: Exception) -> None:
         self._failure = error
 
@@ -131,7 +142,7 @@ class WorkerActor:
             load = self._worker.load()
         epoch = self._settings.epoch
         own = ShellProcess.own(epoch, self._digest, started=started, turned=turned, load=load)
-        return msgspec.msgpack.encode(own)
+        return msgspec.msgpack.encode(msgspec.structs.replace(own, doing=self._doing))
 
     async def record(self) -> bytes:
         """Start the worker if needed and return its record, for a controller that adopts it.

@@ -58,6 +58,7 @@ class StartContext:
     metrics: Metrics
     registry: Registry
     time: WorkerTime
+    on_progress: Callable[[str], None]
 
 
 StartEngine = Callable[[StartContext, AsyncExitStack], Awaitable[EngineHandle]]
@@ -87,7 +88,9 @@ def check_worker_trust(settings: WorkerSettings) -> None:
     check_trust(resolve_model(settings.engine.model, allow_unsupported=external), settings.trust)
 
 
-def open_context(settings: WorkerSettings, stack: AsyncExitStack) -> StartContext:
+def open_context(
+    settings: WorkerSettings, stack: AsyncExitStack, on_progress: Callable[[str], None]
+) -> StartContext:
     """Open metrics, traces and the registry; read the token and certificates."""
     metrics = Metrics("worker", model=settings.served_model_name)
     registry = Registry(settings.redis_url, settings.fleet)
@@ -105,6 +108,7 @@ def open_context(settings: WorkerSettings, stack: AsyncExitStack) -> StartContex
             failure_counter(metrics),
             lane_of(settings.fleet),
         ),
+        on_progress,
     )
     stack.callback(context.tracing.shutdown)
     stack.push_async_callback(context.registry.close)
@@ -120,7 +124,12 @@ async def start_engine(context: StartContext, stack: AsyncExitStack) -> EngineHa
     if stderr is not None:
         stack.callback(stderr.close)
     engine_settings = _with_address(context.settings.engine, context.settings)
-    engine = await EngineHandle.start(engine_settings, _LOG.info, stderr, failure_counter(metrics))
+
+    def progress(what: str) -> None:
+        _LOG.info("%s", what)
+        context.on_progress(what)
+
+    engine = await EngineHandle.start(engine_settings, progress, stderr, failure_counter(metrics))
     stack.push_async_callback(engine.client.stop)
     metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
     geometry = engine.client.ready.geometry

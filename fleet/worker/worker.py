@@ -9,7 +9,7 @@ import gc
 import logging
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -109,11 +109,14 @@ class Worker:
 
     @classmethod
     async def start(
-        cls, settings: WorkerSettings, start_engine: StartEngine = start_engine
+        cls,
+        settings: WorkerSettings,
+        start_engine: StartEngine = start_engine,
+        on_progress: Callable[[str], None] = lambda _: None,
     ) -> "Worker":
         """Load the model, start serving, and register. A failure or cancellation cleans up.
 
-        ``start_engine`` starts the engine, or connects to it.
+        ``start_engine`` starts the engine, or connects to it; ``on_progress`` gets what it does.
 
         Raises:
             InternalError: The engine did not start, or the worker may not listen.
@@ -122,7 +125,7 @@ class Worker:
         """
         keep_message_memory()
         async with AsyncExitStack() as stack:
-            context = open_context(settings, stack)
+            context = open_context(settings, stack, on_progress)
             await asyncio.to_thread(check_worker_trust, settings)
             engine = await start_engine(context, stack)
             server, address, metrics_address = await start_servers(context, stack)

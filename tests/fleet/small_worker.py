@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -36,7 +37,12 @@ class Worker:
         self._watch = asyncio.create_task(self._watch_engine())
 
     @classmethod
-    async def start(cls, settings: WorkerSettings) -> "Worker":
+    async def start(
+        cls, settings: WorkerSettings, *, on_progress: Callable[[str], None]
+    ) -> "Worker":
+        while (Path(settings.log_dir) / f"slow-{settings.worker_id}").exists():
+            on_progress("waiting for the end of a file")
+            await asyncio.sleep(0.1)
         if (Path(settings.log_dir) / f"fail-{settings.worker_id}").exists():
             raise RuntimeError("told to fail")
         engine = await asyncio.create_subprocess_exec(

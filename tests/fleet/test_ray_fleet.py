@@ -109,6 +109,17 @@ async def test_kill_9_brings_a_new_incarnation(fleet: RayFleet, victim: str) -> 
     assert f"dead {reason}" in (fleet.logs / "controller.log").read_text()
 
 
+async def test_a_worker_that_starts_says_what_it_does(fleet: RayFleet) -> None:
+    before = await record_of(fleet, "worker-1")
+    slow = fleet.logs / "slow-worker-1"
+    slow.touch()
+    os.kill(before.pid, signal.SIGKILL)
+    wait_for(lambda: slot(fleet, "worker-1")["doing"] == "waiting for the end of a file")
+    slow.unlink()
+    wait_ready(fleet, "worker-1", before.epoch + 1)
+    wait_for(lambda: not slot(fleet, "worker-1")["doing"])
+
+
 @pytest.mark.slow
 async def test_a_frozen_shell_is_replaced_and_does_not_come_back(fleet: RayFleet) -> None:
     """Defect 5d: SIGSTOP; a new life within the deadline, and SIGCONT revives nothing."""

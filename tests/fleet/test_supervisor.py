@@ -29,7 +29,7 @@ from fleet.local.changes import Changes
 from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import LastingConsole, OwnOutput, rotate, terminal
 from fleet.local.supervisor import FleetError, Supervisor
-from fleet.local.worker_phases import all_in_place, late_workers
+from fleet.local.worker_phases import ShownWorkers, all_in_place, late_workers
 from fleet.pools import ray_runtime
 from fleet.pools.nodes import CapacityError
 from fleet.pools.ray_health import RayHealth
@@ -194,6 +194,24 @@ def test_a_fleet_with_a_drained_worker_is_taken_over_without_waiting_for_that_on
         assert not all_in_place([{"phase": phase} for phase in phases], config)
 
 
+def test_workers_that_start_show_what_they_do() -> None:
+    told: list[str] = []
+    shown = ShownWorkers(told.append)
+    starting = {"worker_id": "worker-0", "phase": "starting", "epoch": 1, "reason": ""}
+    shown.show([starting])
+    for doing in ("reading weights: 10 %", "reading weights: 10 %", "reading weights: 20 %"):
+        slots = [{**starting, "doing": doing}]
+        shown.show(slots)
+    assert late_workers(slots) == "worker-0 (reading weights: 20 %)"
+    shown.show([{**slots[0], "phase": "ready"}])
+    begins = "worker-0 starting"
+    steps = [f"{begins}: reading weights: {percent} %" for percent in (10, 20)]
+    assert told == [begins, *steps, "worker-0 ready"]
+    many = [{**starting, "worker_id": f"worker-{n}", "doing": f"{n}"} for n in range(1, 10)]
+    shown.show(many)  # each step of many workers would bury the rest
+    assert told[-1] == "worker-9 starting"
+
+
 def test_a_start_without_news_shows_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +356,9 @@ def test_a_fleet_is_looked_for_where_it_listens(tmp_path: Path, host: str, url: 
     assert (":" in announced.host) is (":" in host)
 
 
+EMULATED = FleetConfig.model_validate({"pools": {"engine": "emulated"}})
+
+
 def test_a_controller_that_does_not_start_is_an_error_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -354,7 +375,7 @@ def test_a_controller_that_does_not_start_is_an_error_and_no_traceback(
         owner = ray_runtime.Controller if step == "start" else ray_runtime
         monkeypatch.setattr(owner, step, fail)
         with pytest.raises(CapacityError, match="failed to start: 75 s; see `baton logs controll"):
-            LocalPools(FleetConfig(), Path()).start(spec)
+            LocalPools(EMULATED, Path()).start(spec)
 
 
 IMPORTS = """
@@ -372,8 +393,9 @@ def start(*_):
 
 ray_runtime.start_local = start
 spec = ControllerSpec(config_json="", redis_url="", fleet_token="", host="", log_dir="")
+config = FleetConfig.model_validate({"pools": {"engine": "emulated"}})
 try:
-    LocalPools(FleetConfig(), Path()).start(spec)
+    LocalPools(config, Path()).start(spec)
 except CapacityError as error:
     print(error)
 """

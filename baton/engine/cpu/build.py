@@ -31,6 +31,8 @@ from baton.types.geometry import KvGeometry
 
 _LOG = logging.getLogger(__name__)
 
+_STAGES = {"probe": "probing", "convert": "converting", "read": "reading"}
+
 
 def build_cpu_runner(
     settings: EngineSettings,
@@ -44,6 +46,7 @@ def build_cpu_runner(
     if ranks is not None and settings.weight_quantisation == "int4":
         raise ModelError("tensor_parallel does not support int4 weights; use int8 or none")
     choose_native(settings.native)
+    progress("loading the kernels, which are compiled once per machine")
     cores = _shared_cores(settings)
     c = artifact.config
     dtype = settings.dtype
@@ -124,6 +127,6 @@ def _in_tenths(progress: Callable[[str], None]) -> Progress:
         tenth = 10 * done // max(total, 1)
         if shown.get(stage) != tenth:
             shown[stage] = tenth
-            progress(f"{stage} weights: {10 * tenth} %")
+            progress(f"{_STAGES[stage]} weights: {10 * tenth} %")
 
     return report

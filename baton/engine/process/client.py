@@ -14,8 +14,9 @@ from typing import IO
 import msgspec
 
 from baton.engine.core.split import rank_geometries
-from baton.engine.ipc import map_pool
+from baton.engine.ipc import control_sockets, map_pool, pool_file
 from baton.engine.process import messages
+from baton.engine.process.taken_engine import TakenEngine, take_engine
 from baton.engine.process.thread import EngineThread
 from baton.engine.settings import ENGINE_MODULES, EngineSettings
 from baton.telemetry.alive_clock import ALIVE
@@ -28,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python 3.11 does not name it
 _DRAIN_S = 2.0  # to read the last reports after the process ended
 
-EngineProcess = asyncio.subprocess.Process | EngineThread
+EngineProcess = asyncio.subprocess.Process | EngineThread | TakenEngine
 OnReport = Callable[[messages.Report], None]
 
 
@@ -137,9 +138,12 @@ class EngineClient:
         async with AsyncExitStack() as undo:
             tasks = BackgroundTasks("engine client", count_task_failure)
             undo.push_async_callback(tasks.close)
-            pool_fds = [_pool_file() for _ in range(_pool_count(settings))]
+            settings = settings.on(len(os.sched_getaffinity(0)))
+            taken = await take_engine(settings)
+            pool_fds = taken[2] if taken else [pool_file() for _ in range(_pool_count(settings))]
             try:
-                process, control = await _spawn(settings, pool_fds, stderr)
+                process: EngineProcess
+                process, control = taken[:2] if taken else await _spawn(settings, pool_fds, stderr)
                 undo.push_async_callback(_kill, process)
                 reader, writer = await asyncio.open_connection(sock=control)
                 undo.callback(writer.close)
@@ -242,11 +246,6 @@ def _pool_count(settings: EngineSettings) -> int:
     return settings.tensor_parallel if settings.own_pools else 1
 
 
-def _pool_file() -> int:
-    """Create the pool's memory file, which the kernel frees after its last user."""
-    return os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-
-
 def _seal(pool_fd: int, *, alone: bool) -> None:
     """Seal the size of a pool. If ``alone``, also prevent new writable mappings.
 
@@ -262,11 +261,8 @@ def _seal(pool_fd: int, *, alone: bool) -> None:
 async def _spawn(
     settings: EngineSettings, pool_fds: Sequence[int], stderr: IO[bytes] | None
 ) -> tuple[EngineProcess, socket.socket]:
-    ours, theirs = socket.socketpair()
+    ours, theirs = control_sockets()
     ours.setblocking(False)
-    for end in (ours, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-    settings = settings.on(len(os.sched_getaffinity(0)))
     if settings.emulated is not None:
         return EngineThread(settings, theirs, pool_fds[0]), ours
     external = settings.external

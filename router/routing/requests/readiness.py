@@ -32,6 +32,7 @@ PROBE_PROMPT = (1, 2, 3)
 PROBE_SAMPLING = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 _MANY_PAIRS = 16
 _FIRST = -(2**31)  # priority before all others
+_PAUSES = 10
 _MUCH_TOO_OLD = 3  # multiple of ``probe_every_s``
 
 
@@ -39,7 +40,7 @@ class Prober:
     """Keeps the last result for ``probe_every_s``; callers share it.
 
     A result is for one set of workers: when the set changes they are probed again, though not
-    sooner than ``probe_pause_s`` after the last round.
+    sooner than ``probe_pause_s`` after the last round, or ten times as long as that took.
     """
 
     def __init__(self, gateway: Gateway, settings: ProcessSettings, tasks: BackgroundTasks) -> None:
@@ -49,6 +50,7 @@ class Prober:
         self._lock = asyncio.Lock()
         self._last: dict[str, Any] = {}
         self._last_s = 0.0
+        self._took_s = 0.0  # by the last round
         self._last_incarnations: frozenset[bytes] = frozenset()
         self._round: asyncio.Task[None] | None = None
         self._rounds = 0
@@ -61,7 +63,7 @@ class Prober:
         every_s = self._settings.probe_every_s
         async with self._lock:
             if self._changed or self._age_s > _MUCH_TOO_OLD * every_s:
-                pause_s = min(self._settings.probe_pause_s, every_s)
+                pause_s = min(self._settings.probe_pause_s, every_s, _PAUSES * self._took_s)
                 await asyncio.sleep(pause_s - self._age_s if self._last else 0)
                 await self._renew(first=first)
             elif self._age_s > every_s and (self._round is None or self._round.done()):
@@ -82,9 +84,11 @@ class Prober:
 
     async def _renew(self, *, first: bool) -> None:
         incarnations = self._incarnations
+        began_s = monotonic()
         result = await self._probe_all(_FIRST if first else 0)
         self._last = result
         self._last_s = monotonic()
+        self._took_s = self._last_s - began_s
         self._last_incarnations = incarnations
 
     async def _probe_all(self, priority: int) -> dict[str, Any]:
