@@ -1,7 +1,7 @@
 """Images in requests to vLLM, without I/O.
 
-vLLM replaces the placeholders of images in a prompt. Its chat renderer tells beforehand which
-tokens it takes.
+vLLM replaces the placeholders of images in a prompt. Its chat renderer returns the tokens
+beforehand.
 """
 
 from base64 import b64encode
