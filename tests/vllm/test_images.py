@@ -11,6 +11,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +20,9 @@ from PIL import Image
 
 from baton.engine.remote.http import HttpOrigin
 from tests.fleet.test_up import Served, wait_for
+from tests.registry.redis_servers import free_ports
 from tests.vllm.places import ARGS, PYTHON, VISION_MODEL
+from tests.vllm.test_attached import NEEDED, Server
 from tests.vllm.test_fleet import READY_S, Fleet, kill, sockets, vllm_processes
 
 pytestmark = [
@@ -36,9 +39,10 @@ numerics: fast
 max_context_tokens: 2048
 port: 0
 api_keys:
-  key-of-tenant-a: a
+  key-of-tenant-a: {{tenant: a, log_text: true}}
   key-of-tenant-b: b
   key-of-tenant-operator: {{tenant: operator, role: operator}}
+logs: {{format: json, requests: true}}
 pools:
   prefill: 0
   decode: 2
@@ -48,8 +52,12 @@ pools:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("images")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("images")
+
+
+@pytest.fixture(scope="module")
+def fleet(folder: Path) -> Iterator[Fleet]:
     served = Served([sys.executable, "-m", "fleet.cli.main", "up"], folder, CONFIG)
     try:
         yield Fleet(served.wait_ready(READY_S))
@@ -268,6 +276,46 @@ def test_what_is_no_image_is_refused_by_the_name_of_its_part(fleet: Fleet) -> No
     assert "placeholder" in written.json()["error"]["message"]
 
 
+def test_a_batch_takes_images_and_its_output_has_none(fleet: Fleet) -> None:
+    body = {"model": "smol", "messages": question(picture(31)), "max_tokens": 4}
+    bad = {**body, "messages": question("data:image/png;base64,AAAA")}
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": sent}
+        for name, sent in (("good", body), ("bad", bad))
+    ]
+    file = "\n".join(map(json.dumps, lines)).encode()
+    own = alone(fleet, question(picture(31)))
+    with fleet.client() as client:
+        files = {"file": ("lines.jsonl", file)}
+        uploaded = client.post("/v1/files", files=files, data={"purpose": "batch"}).json()
+        asked = {
+            "input_file_id": uploaded["id"],
+            "endpoint": "/v1/chat/completions",
+            "completion_window": "24h",
+        }
+        batch = client.post("/v1/batches", json=asked).json()
+        path = f"/v1/batches/{batch['id']}"
+        wait_for(lambda: client.get(path).json()["status"] == "completed", 60)
+        done = client.get(path).json()
+        output = client.get(f"/v1/files/{done['output_file_id']}/content").text
+        errors = client.get(f"/v1/files/{done['error_file_id']}/content").text
+    usage = json.loads(output)["response"]["body"]["usage"]
+    assert usage["prompt_tokens"] == own["usage"]["prompt_tokens"]
+    assert "messages[0].content[0]" in errors
+    assert "base64," not in output + errors
+
+
+def test_neither_logs_nor_state_hold_an_image(fleet: Fleet, folder: Path) -> None:
+    """Behind all requests of this module but one; uploaded files are the client's own."""
+    needle = picture(1).partition(",")[2][2000:2100].encode()
+    read = 0
+    for path in folder.rglob("*"):
+        if path.is_file() and "batch" not in str(path) and "files" not in path.parts:
+            read += 1
+            assert needle not in path.read_bytes(), path
+    assert read > 3
+
+
 def test_a_stream_with_an_image_goes_on_elsewhere(fleet: Fleet) -> None:
     fleet.wait_until_all_are_ready()
     body = {"model": "smol", "messages": question(picture(9)), "max_tokens": 60, "stream": True}
@@ -291,3 +339,39 @@ def test_a_stream_with_an_image_goes_on_elsewhere(fleet: Fleet) -> None:
     same = [a == b for a, b in zip(tokens, own["choices"][0]["token_ids"], strict=True)]
     assert all(same[:10])
     fleet.wait_until_all_are_ready()
+
+
+def test_attached_servers_take_images(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    server = Server(tmp_path, port, *NEEDED, model=VISION_MODEL)
+    config = f"""
+fleet: attached-images
+model: {VISION_MODEL}
+served_model_name: smol
+numerics: fast
+max_context_tokens: 2048
+port: 0
+pools: {{engine: vllm, vllm: {{servers: ["{server.url}"]}}}}
+"""
+    try:
+        wait_for(server.is_healthy, READY_S)
+        served = Served([sys.executable, "-m", "fleet.cli.main", "up"], tmp_path, config)
+        try:
+            attached = Fleet(served.wait_ready(30))
+            messages = question(picture(1), picture(2, 200, 200))
+            first = chat(attached, messages)
+            again = chat(attached, messages)
+            other = chat(attached, question(picture(2), picture(1, 200, 200)))
+        finally:
+            served.process.terminate()
+            served.process.wait(60)
+        body = {"model": "smol", "messages": messages, "max_tokens": 8, "temperature": 0}
+        url = f"{server.url}/v1/chat/completions"
+        own = httpx.post(url, json={**body, "return_token_ids": True}, timeout=60, trust_env=False)
+        assert first.json()["prompt_token_ids"] == own.json()["prompt_token_ids"]
+        tokens = own.json()["choices"][0]["token_ids"]
+        assert first.json()["choices"][0]["token_ids"] == tokens
+        assert (cached_of(first), cached_of(other)) == (0, 0)
+        assert cached_of(again) > 100
+    finally:
+        server.kill()

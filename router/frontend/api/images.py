@@ -19,7 +19,6 @@ from router.lane import Lane
 from router.routing.checks.images import ImageForm
 
 _DATA_URL = re.compile(r"data:[\w/+.-]{0,64}(;[\w=.-]{1,64}){0,4};base64,", re.IGNORECASE)
-_HEAD = 512  # characters of a URL in which its data must begin
 
 
 Images = Mapping[str, tuple[bytes, ImageForm]]
@@ -46,7 +45,7 @@ async def read_images(body: ChatBody, lane: Lane, tenant: str) -> Images:
 
 def _file_in(url: str, where: str) -> bytes:
     """Return the file that the URL of an image contains."""
-    head = _DATA_URL.match(url[:_HEAD])
+    head = _DATA_URL.match(url)
     if head is None:
         raise InvalidRequestError.at(
             where, "the image is no `data:` URL with base64; other URLs are not fetched"

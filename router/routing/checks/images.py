@@ -32,10 +32,7 @@ ImageForm = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Images:
-    """Checks and forms of the images of one model's clients.
-
-    The process that decodes images starts with the first one, and again after one that ended it.
-    """
+    """Checks and forms of the images of one model's clients."""
 
     def __init__(self, model: ServedModel, workers: WorkerTable, most_pixels: int) -> None:
         self._model = model
@@ -43,6 +40,7 @@ class Images:
         self._most_pixels = most_pixels
         self._process = ConfinedProcess("baton.text.image_check")
         self._limit = FairLimit(1, "images")
+        self._asking = FairLimit(4, "images")
         self._findings: dict[bytes, ImageFinding] = {}  # by digest
         self._forms: dict[tuple[int, int], ImageForm] = {}  # by size
 
@@ -64,8 +62,9 @@ class Images:
         if finding.error:
             raise InvalidRequestError.at(where, f"the image {finding.error}")
         size = finding.width, finding.height
-        form = self._forms.get(size) or await self._ask(data, where)
-        _keep(self._forms, size, form)
+        async with self._asking.place(tenant):
+            form = self._forms.get(size) or await self._ask(data, where)
+            _keep(self._forms, size, form)
         return form
 
     async def _examined(self, data: bytes) -> ImageFinding:
@@ -82,9 +81,9 @@ class Images:
 
     async def _ask(self, data: bytes, where: str) -> ImageForm:
         """Return the form of an image by the engine of a worker."""
-        links = [slot.link for slot in self._workers.usable if slot.link is not None]
+        links = [s.link for s in self._workers.usable if s.link and s.link.capabilities.images]
         if not links:
-            raise UnavailableError("no worker is ready")
+            raise UnavailableError("no worker is ready that reads images")
         try:
             answer = await random.choice(links).expand(data, _EXPAND_S)
         except grpc.aio.AioRpcError as failed:

@@ -100,6 +100,8 @@ class Dispatcher:
         link = self.workers.link(placement.decode_id)
         if link is None:
             raise UnavailableError(f"the chosen worker {placement.decode_id} is gone")
+        if active.request.images and not link.capabilities.images:
+            raise UnavailableError(f"{placement.decode_id} has an older version, without images")
         prefill = self.workers.link(placement.prefill_id)
         submission = self._submission(active, link, prefill, placement.placed_ns)
         size = len(submission.prompt_tokens) + len(submission.sampling.grammar)
