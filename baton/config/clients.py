@@ -61,7 +61,7 @@ class ImagesConfig(Section):
 
     Attributes:
         most: Images of a request, those of earlier turns included.
-        most_pixels: Pixels of an image.
+        most_pixels: Pixels of all images of a request together.
     """
 
     most: Annotated[int, Field(ge=0, le=256)] = 16

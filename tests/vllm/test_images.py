@@ -245,6 +245,9 @@ def test_all_apis_take_images_in_any_turn_and_in_results_of_tools(fleet: Fleet) 
         result["content"] = "nothing"
         without = client.post("/v1/messages/count_tokens", json=body).json()["input_tokens"]
         assert counted > without + 80
+        body = {"model": "smol", "messages": question(url)}
+        rendered = client.post("/v1/chat/completions/render", json=body)
+        assert rendered.status_code == 400  # tokens alone are not the prompt
 
 
 def test_what_is_no_image_is_refused_by_the_name_of_its_part(fleet: Fleet) -> None:
@@ -271,6 +274,15 @@ def test_what_is_no_image_is_refused_by_the_name_of_its_part(fleet: Fleet) -> No
         answer = client.post("/v1/messages", json=body)
         assert answer.status_code == 400, answer.text
         assert "messages[0].content[2]" in answer.json()["error"]["message"]
+    many = chat(fleet, question(*[picture(1)] * 17))
+    assert many.status_code == 400
+    assert many.json()["error"]["param"] == "messages[0].content[16]"
+    file = io.BytesIO()
+    Image.new("RGB", (4000, 3000)).save(file, "PNG")  # 12 million pixels in 35 KB
+    large = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    many = chat(fleet, question(*[large] * 3))
+    assert many.status_code == 400
+    assert many.json()["error"]["param"] == "messages[0].content[2]"
     written = chat(fleet, question(picture(1), text="Is it <image> or not?"))
     assert written.status_code == 400
     assert "placeholder" in written.json()["error"]["message"]

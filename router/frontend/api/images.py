@@ -30,16 +30,18 @@ async def read_images(body: ChatBody, lane: Lane, tenant: str) -> Images:
     listed = list(images_of(body.messages))
     if not listed or not lane.model.takes_images:
         return {}
-    most = lane.core.settings.clients.images.most
-    if len(listed) > most:
-        raise InvalidRequestError.at(
-            listed[most][1], f"the request has {len(listed)} images, the limit is {most}"
-        )
+    limits = lane.core.settings.clients.images
+    if len(listed) > limits.most:
+        raise InvalidRequestError.at(listed[limits.most][1], f"over {limits.most} images")
+    pixels = 0
     ready: dict[str, tuple[bytes, ImageForm]] = {}
     for _, where, url in listed:
         if url not in ready:
             data = await off_loop(len(url), partial(_file_in, url, where))
             ready[url] = data, await lane.images.form(data, where, tenant)
+        pixels += ready[url][1][2]
+        if pixels > limits.most_pixels:
+            raise InvalidRequestError.at(where, f"over {limits.most_pixels} pixels of all images")
     return ready
 
 
@@ -68,7 +70,7 @@ def place_images(
     placed: list[PromptImage] = []
     end = 0
     for _, where, url in images_of(body.messages):
-        data, (own_tokens, placeholder) = images[url]
+        data, (own_tokens, placeholder, _) = images[url]
         begin = _next(prompt, placeholder, end)
         if begin is None:
             raise InvalidRequestError.at(

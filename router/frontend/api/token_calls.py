@@ -68,7 +68,6 @@ class _TokenCalls(Calls):
 
     async def rendered(self, body: ChatBody | CompletionBody, arrival: Arrival) -> Response:
         grammar = await self.grammar(body, arrival)
-        arrival = await arrival.with_images(body)
         preparer, caller = arrival.preparer, arrival.caller
 
         def render() -> bytes:

@@ -27,8 +27,8 @@ _KEPT = 4096
 _DECODE_S = 5.0
 _EXPAND_S = 35.0
 
-ImageForm = tuple[tuple[int, ...], tuple[int, ...]]
-"""Tokens of an image in a prompt, and the placeholder that they replace."""
+ImageForm = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Tokens of an image in a prompt, the placeholder that they replace, and its pixels."""
 
 
 class Images:
@@ -63,7 +63,8 @@ class Images:
             raise InvalidRequestError.at(where, f"the image {finding.error}")
         size = finding.width, finding.height
         async with self._asking.place(tenant):
-            form = self._forms.get(size) or await self._ask(data, where)
+            pixels = finding.width * finding.height
+            form = self._forms.get(size) or (*await self._ask(data, where), pixels)
             _keep(self._forms, size, form)
         return form
 
@@ -79,8 +80,8 @@ class Images:
             return ImageFinding(error="takes too much time or memory to decode")
         return msgspec.msgpack.decode(body, type=ImageFinding)
 
-    async def _ask(self, data: bytes, where: str) -> ImageForm:
-        """Return the form of an image by the engine of a worker."""
+    async def _ask(self, data: bytes, where: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return tokens and placeholder of an image by the engine of a worker."""
         links = [s.link for s in self._workers.usable if s.link and s.link.capabilities.images]
         if not links:
             raise UnavailableError("no worker is ready that reads images")

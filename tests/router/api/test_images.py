@@ -48,7 +48,7 @@ def test_a_mark_in_a_text_is_a_text_where_no_image_is() -> None:
 
 
 def test_tokens_stand_in_place_of_placeholders() -> None:
-    images = {"1": (b"one", ((7, 7, 7), (90,))), "2": (b"two", ((8, 8), (90,)))}
+    images = {"1": (b"one", ((7, 7, 7), (90,), 4)), "2": (b"two", ((8, 8), (90,), 4))}
     body = body_of([image("1"), "a", image("2")], [image("1")])
     prompt = [1, 90, 2, 90, 3, 90, 4]
     tokens, placed = place_images(prompt, body, images, "a\0")
@@ -67,7 +67,7 @@ def test_tokens_stand_in_place_of_placeholders() -> None:
 
 @pytest.mark.parametrize("prompt", [[1, 90], [1, 90, 2, 90, 90], []])
 def test_another_number_of_placeholders_is_refused(prompt: list[int]) -> None:
-    images = {"1": (b"one", ((7, 7, 7), (90,)))}
+    images = {"1": (b"one", ((7, 7, 7), (90,), 4))}
     with pytest.raises(InvalidRequestError):
         place_images(prompt, body_of([image("1"), "a", image("1")]), images, "")
 

@@ -86,16 +86,12 @@ def _add(
             raise _required(f"{where}.content")
         content = _content_of(conversation, item.content, f"{where}.content")
         conversation.add_text(role, content, where)
-    elif item.type == "function_call":
+    elif item.type in ("function_call", "custom_tool_call"):
         if item.call_id is None or item.name is None:
             raise _required(f"{where}.{'call_id' if item.call_id is None else 'name'}")
-        name = joined(item.namespace, item.name)
-        conversation.add_call(item.call_id, name, item.arguments or "{}", where)
-    elif item.type == "custom_tool_call":
-        if item.call_id is None or item.name is None:
-            raise _required(f"{where}.{'call_id' if item.call_id is None else 'name'}")
-        name = joined(item.namespace, item.name)
-        conversation.add_call(item.call_id, name, arguments_of(item.input or ""), where)
+        is_custom = item.type == "custom_tool_call"
+        arguments = arguments_of(item.input or "") if is_custom else item.arguments or "{}"
+        conversation.add_call(item.call_id, joined(item.namespace, item.name), arguments, where)
     elif item.type in ("function_call_output", "custom_tool_call_output"):
         if item.call_id is None or item.output is None:
             raise _required(f"{where}.{'call_id' if item.call_id is None else 'output'}")

@@ -109,7 +109,7 @@ def messages_of(messages: Sequence[Message], *, takes_images: bool = False) -> l
     """Convert messages to the input of ``baton.text.tools.conversation``, with marks of images."""
     for message, where, _ in () if takes_images else images_of(messages):
         if message.role != "tool":
-            raise InvalidRequestError.at(where, "is an image; this model reads only text")
+            raise InvalidRequestError.at(where, "is an image; this model or call reads only text")
     called: set[str] = set()
     conversation = []
     for index, message in enumerate(messages):
