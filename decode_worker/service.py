@@ -30,6 +30,7 @@ from baton.types.events import StepDone
 from baton.wire.codecs import error_to_wire
 from baton.wire.compatibility import WIRE_MAX, WIRE_MIN
 from baton.wire.router_frames import scatter
+from baton.wire.tokens import pack_tokens
 from baton.wire.worker_status import engine_status
 from decode_worker.parts import WorkerParts
 from decode_worker.request import DecodeRequest
@@ -104,6 +105,15 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         session.renew()
         self._submit(request, session)
         return pb.SubmitAck()
+
+    async def Expand(self, request: pb.ImageQuestion, context: Any) -> pb.ImageTokens:  # noqa: N802
+        """Return the tokens that stand for an image; the caller sets the time limit."""
+        try:
+            image = await self._parts.engine.expand(request.data)
+        except BatonError as error:
+            return pb.ImageTokens(error=error_to_wire(error))
+        prompt = pack_tokens(image.prompt)
+        return pb.ImageTokens(prompt_tokens=prompt, begin=image.begin, count=image.count)
 
     def _session(self, router_id: str) -> RouterSession:
         return self._sessions.setdefault(router_id, RouterSession(router_id))

@@ -9,6 +9,7 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.types.lanes import split_version
 from router.process_core import ProcessCore
 from router.routing.checks.grammars import GrammarChecker
+from router.routing.checks.images import Images
 from router.routing.peers.share_feed import ShareFeed
 from router.routing.placement.index_feed import IndexFeeder
 from router.routing.placement.prefix_index import PrefixIndex
@@ -62,6 +63,8 @@ class Lane:
         self.observer.fitted = lambda worker_id: fitted_rates(gateway.workers.get(worker_id))
         self.worker_cells = WorkerCells(gateway.workers)
         self.grammars = GrammarChecker(model.vocabulary, metrics)
+        most_pixels = core.settings.clients.images.most_pixels
+        self.images = Images(model, gateway.workers, most_pixels)
         self.prober = Prober(gateway, core.settings, tasks)
         self._feeds = self._feeds_of(sources.tables) if sources.tables is not None else []
 
@@ -98,6 +101,7 @@ class Lane:
                 await feed.close()
             await adapters.close()
             await self.grammars.close()
+            await self.images.close()
             await self.gateway.close()
 
 

@@ -1,11 +1,12 @@
 """Requests of the router: validated, tokenized, with all parameters resolved."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from baton.text.reasoning import Thinking
 from baton.text.tools import ExpectedCalls
+from baton.types.images import PromptImage, hashed_tokens
 from baton.types.params import AdapterRef, SamplingParams
 from baton.types.slo import Slo
 from router.sessions.hints import NO_HINTS, Hints
@@ -70,7 +71,8 @@ class GenerationRequest:
     """A prompt and the parameters of its continuation.
 
     Attributes:
-        prompt: Token ids.
+        prompt: Token ids, those of images included.
+        images: Images of the prompt, in order; none in records of ended requests.
         checked_schema: JSON schema (as text) that the complete answer is checked against.
         checked_tools: Tool name to the schema that arguments of its calls are checked against.
         thinking: Thinking, which may precede the answer and is not part of its text.
@@ -105,6 +107,7 @@ class GenerationRequest:
     request_id: str
     prompt: tuple[int, ...] = field(repr=False)
     sampling: SamplingParams
+    images: tuple[PromptImage, ...] = field(default=(), repr=False)
     shown: Shown = Shown()
     expected_calls: ExpectedCalls | None = field(default=None, repr=False)
     checked_schema: str = field(default="", repr=False)
@@ -144,6 +147,11 @@ class GenerationRequest:
     def answer_id(self) -> str:
         """Id of the call that clients see."""
         return self.part_of or self.request_id
+
+    @property
+    def hashed(self) -> Sequence[int]:
+        """Tokens by which the blocks of the prompt are named."""
+        return hashed_tokens(self.prompt, self.images)
 
     @property
     def adapter_digest(self) -> str:

@@ -69,6 +69,7 @@ class ServedModel:
         special = special_tokens_of(artifact, self.tokenizer.token_text)
         self.template = ChatTemplate(source, special, with_tools)
         self._alternates = self.template.requires_alternation()
+        self.takes_images = False
         self._warn_of_unknown_ids()
 
     @classmethod
@@ -88,7 +89,7 @@ class ServedModel:
             settings.max_adapter_rank,
             settings.adapter_folder,
         )
-        return cls(
+        served = cls(
             artifact,
             settings.model_names,
             adapters=adapters,
@@ -96,6 +97,8 @@ class ServedModel:
             emulated=bool(settings.emulated) or settings.attached,
             chat_template=Path(template).read_text("utf-8") if template else None,
         )
+        served.takes_images = settings.external == "vllm" and served.template.takes_images
+        return served
 
     def serves(
         self, name: str, tenant: str | None = None, allowed: Sequence[str] | None = None
@@ -187,10 +190,12 @@ class ServedModel:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[Tool] = (),
         rendering: Rendering = Rendering(),  # noqa: B008 - it is frozen
+        images: bool = False,
     ) -> str:
         """Render a conversation with the chat template.
 
-        Messages and tools are in the form of ``baton.text.tools.conversation``.
+        Messages and tools are in the form of ``baton.text.tools.conversation``, with a mark in
+        place of each image if there are ``images``.
 
         Raises:
             InvalidRequestError: The model has no template, or the template raises an error.
@@ -198,7 +203,7 @@ class ServedModel:
         adapted, listed = conversation(messages, tools, self.tool_syntax)
         if self._alternates:
             adapted = joined_turns(adapted)
-        return self.template.render(adapted, tools=listed, rendering=rendering)
+        return self.template.render(adapted, tools=listed, rendering=rendering, images=images)
 
     def encode_chat(
         self,

@@ -56,6 +56,18 @@ class SloConfig(Section):
     itl_s: Annotated[float, Field(gt=0, le=60)]
 
 
+class ImagesConfig(Section):
+    """Limits of images in requests, for models that vLLM serves with images.
+
+    Attributes:
+        most: Images of a request, those of earlier turns included.
+        most_pixels: Pixels of all images of a request together.
+    """
+
+    most: Annotated[int, Field(ge=0, le=256)] = 16
+    most_pixels: Annotated[int, Field(ge=1024, le=1 << 26)] = 1 << 25
+
+
 class ApiKeyConfig(Section):
     """Permissions of an API key. In YAML, a tenant's name alone is allowed too.
 
@@ -141,6 +153,7 @@ class ClientLimitsConfig(Section):
     hosts: Annotated[tuple[ServedHost, ...], Field(strict=False)] = ()
     proxies: Annotated[tuple[Network, ...], Field(strict=False)] = ()
     cors_any_origin_with_keys: bool = False
+    images: ImagesConfig = ImagesConfig()  # limits of images in requests
     batch: BatchConfig = BatchConfig()  # files and batches that clients upload
     strict: bool = False
     remove_rotating_texts: bool = True

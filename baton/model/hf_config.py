@@ -53,7 +53,8 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
 def text_part(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """Return the keys of the decoder: of models with images those of ``text_config``."""
     nested = raw.get("text_config")
-    if architecture not in TEXT_TYPES or not isinstance(nested, Mapping):
+    is_nested = architecture in TEXT_TYPES or "num_attention_heads" not in raw
+    if not is_nested or not isinstance(nested, Mapping):
         return dict(raw)
     shared = {key: raw[key] for key in _SHARED if raw.get(key) is not None}
     is_tied = raw.get("tie_word_embeddings", architecture in _TIED_WRAPPERS)

@@ -24,6 +24,10 @@ from baton.types.errors import InvalidRequestError
 _MAX_CHARACTERS = 16 * 1024 * 1024
 _MAX_SECONDS = 2.0
 _MAX_JSON_CHARACTERS = 64  # between two values of JSON
+_PROBE = "probe"
+
+IMAGE_MARK = "\ufdd0"
+"""Character that stands for an image in the content of a message."""
 
 
 class _BudgetError(TemplateError):
@@ -145,6 +149,9 @@ class ChatTemplate:
         source: Jinja text, or None for a model without one.
         special_tokens: Template variables such as ``bos_token``.
         with_tools: Jinja text for requests with tools, if the model has one.
+
+    Attributes:
+        takes_images: Whether it has a place for images in messages of users.
     """
 
     def __init__(
@@ -158,6 +165,19 @@ class ChatTemplate:
         self._environment = _Environment()
         self._template = self._compiled(source)
         self._with_tools = self._compiled(with_tools) or self._template
+        self._only_parts = False  # texts that are no list of parts are not shown
+        text = self._probed(_PROBE)
+        in_parts = self._probed([{"type": "text", "text": _PROBE}])
+        self._only_parts = _PROBE not in text and _PROBE in in_parts
+        with_image = self._probed([{"type": "image"}, {"type": "text", "text": _PROBE}])
+        knows_parts = self._only_parts or (in_parts == text and text != "")
+        self.takes_images = knows_parts and with_image not in ("", in_parts)
+
+    def _probed(self, content: object) -> str:
+        try:
+            return self.render([{"role": "user", "content": content}])
+        except InvalidRequestError:
+            return ""
 
     def _compiled(self, source: str | None) -> Template | None:
         try:
@@ -194,8 +214,9 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         rendering: Rendering = Rendering(),
+        images: bool = False,
     ) -> str:
-        """Render the prompt of a conversation.
+        """Render the prompt of a conversation, with ``images`` in place of their marks.
 
         Raises:
             InvalidRequestError: There is no template, it rejected the messages, or it exceeded its
@@ -210,7 +231,7 @@ class ChatTemplate:
         values = {
             **self._special_tokens,
             **rendering.values,
-            "messages": [self._with_known_role(message) for message in messages],
+            "messages": [self._for_template(message, images) for message in messages],
             "tools": list(tools) or None,
             "add_generation_prompt": rendering.begin_answer,
         }
@@ -223,10 +244,19 @@ class ChatTemplate:
             ) from error
         return _up_to_content(text, str(messages[-1]["content"])) if rendering.go_on else text
 
-    def _with_known_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _for_template(self, message: Mapping[str, Any], images: bool) -> Mapping[str, Any]:
         if message["role"] == "developer" and not self.knows("developer"):
-            return {**message, "role": "system"}
-        return message
+            message = {**message, "role": "system"}
+        content = message["content"]
+        if not isinstance(content, str) or not (
+            self._only_parts or (images and IMAGE_MARK in content)
+        ):
+            return message
+        parts: list[dict[str, str]] = []
+        for number, text in enumerate(content.split(IMAGE_MARK) if images else [content]):
+            parts += [{"type": "image"}] if number else []
+            parts += [{"type": "text", "text": text}] if text else []
+        return {**message, "content": parts}
 
     def _write(self, template: Template | None, values: Mapping[str, Any]) -> str:
         if template is None:

@@ -6,12 +6,13 @@ is added to both messages and here.
 
 from batonpb import common_pb2
 from batonpb.common_pb2 import WorkerIdentity
-from batonpb.decode_pb2 import PrefillReplacement, PrefillTarget, Submission
+from batonpb.decode_pb2 import Image, PrefillReplacement, PrefillTarget, Submission
 from batonpb.prefill_pb2 import PrefillStart
 
 from baton.engine.core.pinned_blocks import Retention
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process.messages import Submit
+from baton.types.images import PromptImage
 from baton.wire.codecs import adapter_from_wire, sampling_from_wire
 from baton.wire.tokens import unpack_tokens
 
@@ -78,6 +79,11 @@ def _retention(message: common_pb2.Retention) -> Retention:
     return Retention(message.keep_s, message.share)
 
 
+def _image(message: Image) -> PromptImage:
+    placeholder = tuple(message.placeholder)
+    return PromptImage(message.data, message.digest, message.begin, message.count, placeholder)
+
+
 def submit_from_wire(
     message: Submission | PrefillStart, engine_id: str, kind: Kind, skip_blocks: int = 0
 ) -> Submit:
@@ -96,5 +102,6 @@ def submit_from_wire(
         tenant=message.tenant,
         kv_share=message.kv_share,
         retention=_retention(message.retention) if message.HasField("retention") else None,
+        images=tuple(map(_image, getattr(message, "images", ()))),
     )
     return Submit(request_id=engine_id, prompt_token_ids=message.prompt_tokens, spec=spec)

@@ -39,6 +39,7 @@ def capabilities_of(
         and not ready.hand_off  # the order of bytes in its blocks is the engine's own
     )
     return common_pb2.Capabilities(
+        images=True,
         wire=own_wire(),
         kv_groups=[kv_group(ready.geometry)],
         numerics_id=ready.numerics_id,

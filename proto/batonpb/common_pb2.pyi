@@ -41,7 +41,7 @@ class KvGroup(_message.Message):
     def __init__(self, id: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., components: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("wire", "kv_groups", "numerics_id", "weights_digest", "model", "max_context_tokens", "transports", "encodings", "hand_off")
+    __slots__ = ("wire", "kv_groups", "numerics_id", "weights_digest", "model", "max_context_tokens", "transports", "encodings", "hand_off", "images")
     WIRE_FIELD_NUMBER: _ClassVar[int]
     KV_GROUPS_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_ID_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class Capabilities(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     ENCODINGS_FIELD_NUMBER: _ClassVar[int]
     HAND_OFF_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     wire: WireRange
     kv_groups: _containers.RepeatedCompositeFieldContainer[KvGroup]
     numerics_id: str
@@ -60,7 +61,8 @@ class Capabilities(_message.Message):
     transports: _containers.RepeatedCompositeFieldContainer[TransportOffer]
     encodings: _containers.RepeatedScalarFieldContainer[ChunkEncoding]
     hand_off: str
-    def __init__(self, wire: _Optional[_Union[WireRange, _Mapping]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., numerics_id: _Optional[str] = ..., weights_digest: _Optional[bytes] = ..., model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., encodings: _Optional[_Iterable[_Union[ChunkEncoding, str]]] = ..., hand_off: _Optional[str] = ...) -> None: ...
+    images: bool
+    def __init__(self, wire: _Optional[_Union[WireRange, _Mapping]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., numerics_id: _Optional[str] = ..., weights_digest: _Optional[bytes] = ..., model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., encodings: _Optional[_Iterable[_Union[ChunkEncoding, str]]] = ..., hand_off: _Optional[str] = ..., images: _Optional[bool] = ...) -> None: ...
 
 class TransportOffer(_message.Message):
     __slots__ = ("name", "place", "address")

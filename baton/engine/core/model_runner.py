@@ -42,6 +42,7 @@ class RunnerCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     poolings: tuple[str, ...] = ()
     grammars: bool = False
     adapters: bool = False
+    images: bool = False
 
     def refusal(self, request: RequestSpec) -> BatonError | None:
         """Return the error for a request that the runner cannot serve, or None."""
@@ -62,6 +63,8 @@ class RunnerCapabilities(msgspec.Struct, frozen=True, kw_only=True):
             return InvalidRequestError(f"bad_words are not served by {name}")
         if request.adapter and not self.adapters:
             return InvalidRequestError(f"LoRA adapters are not served by {name}")
+        if request.images and not self.images:
+            return InvalidRequestError(f"images are not served by {name}")
         return None
 
 

@@ -13,6 +13,7 @@ from baton.types import events as ev
 from baton.types.block_hashes import block_hash
 from baton.types.errors import InvalidRequestError
 from baton.types.geometry import BLOCK_TOKENS
+from baton.types.images import PromptImage
 from baton.types.params import AdapterRef, SampledToken, SamplingParams
 from baton.types.prompt_outputs import PromptOutputs
 
@@ -48,6 +49,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     kv_share: float = 0.0  # tenant's share of the cached blocks; 0: none
     retention: Retention | None = None  # of its blocks; None: as for any others
+    images: tuple[PromptImage, ...] = ()  # of the prompt, in order
 
     @property
     def cache_owner(self) -> CacheOwner:

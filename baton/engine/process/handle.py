@@ -5,7 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -17,6 +17,7 @@ from baton.engine.process.step_rates import StepRates
 from baton.engine.settings import EngineSettings
 from baton.telemetry.alive_clock import ALIVE
 from baton.types import events as ev
+from baton.types.errors import from_code
 from baton.types.params import AdapterRef
 from baton.types.pool_counts import BlockCounts
 
@@ -115,6 +116,20 @@ class EngineHandle:
         self._erasures.append(done)
         self.client.send(messages.EraseBlocks(tags))
         return await done
+
+    async def expand(self, image: bytes) -> messages.ImageExpanded:
+        """Return the tokens that stand for an image; only for engines with images."""
+        name = self.unused_name("image")
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._handlers[name] = done.set_result
+        try:
+            self.client.send(messages.ExpandImage(name, image))
+            report: messages.ImageExpanded | ev.Ended = await done
+        finally:
+            self._handlers.pop(name, None)
+        if isinstance(report, ev.Ended):
+            raise from_code(report.error_code, report.error_message)
+        return report
 
     @property
     def has_work(self) -> bool:

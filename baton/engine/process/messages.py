@@ -92,6 +92,13 @@ class Sleep(msgspec.Struct, frozen=True, tag=True):
     """Command: drop all cached blocks, so that the memory of the pool can be given back."""
 
 
+class ExpandImage(msgspec.Struct, frozen=True, tag=True):
+    """Command: report the tokens that stand for an image; only for engines with images."""
+
+    request_id: str
+    data: bytes
+
+
 class StopEngine(msgspec.Struct, frozen=True, tag=True):
     """Command: end the process."""
 
@@ -107,6 +114,7 @@ Command = (
     | Withdraw
     | EraseBlocks
     | Sleep
+    | ExpandImage
     | StopEngine
 )
 
@@ -172,6 +180,15 @@ class BlocksErased(msgspec.Struct, frozen=True, tag=True):
     blocks: dict[str, int]
 
 
+class ImageExpanded(msgspec.Struct, frozen=True, tag=True):
+    """Report of a prompt in which the tokens [begin, begin + count) stand for an image."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    begin: int
+    count: int
+
+
 class Slept(msgspec.Struct, frozen=True, tag=True):
     """Report that cached blocks were dropped, and of how many blocks still hold data."""
 
@@ -196,6 +213,7 @@ RequestReport = (
     | ev.Revoked
     | ev.Loaded
     | ev.LoadFailed
+    | ImageExpanded
 )
 """Reports about one request that has not ended."""
 

@@ -18,6 +18,7 @@ from baton.engine.remote.live_request import LiveRequest
 from baton.types.block_hashes import block_hashes
 from baton.types.events import CacheChanged
 from baton.types.geometry import BLOCK_TOKENS
+from baton.types.images import hashed_tokens
 
 Work = tuple[Coroutine[Any, Any, None], str]
 """Task to run as long as the engine, and its name."""
@@ -174,7 +175,8 @@ class ApproximatePrefixes(CachedPrefixes):
             request.expected = self._recent.correct(request.expected, cached_tokens)
         hashes = request.hashes
         parent = hashes[-1] if hashes else request.spec.hash_seed
-        behind = request.prompt[len(hashes) * BLOCK_TOKENS :]
+        hashed = hashed_tokens(request.prompt, request.spec.images)
+        behind = hashed[len(hashes) * BLOCK_TOKENS :]
         behind = [*behind, *request.emitted(choice), *request.generated.pop(choice, ())]
         self._recent.use([*hashes, *block_hashes(parent, behind[:-1])])  # not the last token
 

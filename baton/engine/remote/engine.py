@@ -24,6 +24,7 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.types import events as ev
 from baton.types.block_hashes import block_hashes
 from baton.types.errors import BatonError, CancelledError_
+from baton.types.images import hashed_tokens
 
 _SETTLE_S = 0.02
 
@@ -177,7 +178,8 @@ class RemoteEngine(ABC):
     def _live(self, command: messages.Submit, generation: int) -> LiveRequest:
         prompt: list[int] = np.frombuffer(command.prompt_token_ids, dtype="<u4").tolist()
         is_held = command.spec.kind is Kind.HELD  # else the last token is computed
-        hashes = block_hashes(command.spec.hash_seed, prompt if is_held else prompt[:-1])
+        hashed = hashed_tokens(prompt, command.spec.images)
+        hashes = block_hashes(command.spec.hash_seed, hashed if is_held else hashed[:-1])
         return LiveRequest(command, prompt, generation, hashes)
 
     def _queue(self, request: LiveRequest) -> None:

@@ -288,9 +288,9 @@ class AttachedVllm(AttachedEngine, VllmEngine):
         super().__init__(send, parts, own, model.artifact.config, model.max_adapters)
         self._vital(self._follow_others(partial(read_load, origin)), "load of others")
 
-    def _named(self, body: bytes, spec: RequestSpec) -> bytes:
+    def _named(self, body: bytes, spec: RequestSpec | None = None) -> bytes:
         """Return a body that a server of another model refuses."""
-        if spec.adapter is not None:
+        if spec is not None and spec.adapter is not None:
             return body  # which has its name
         return b'{"model":' + self._name + b"," + body[1:]
 

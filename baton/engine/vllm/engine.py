@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from baton.engine.core.sequence import Kind, RequestSpec
@@ -10,7 +11,7 @@ from baton.engine.remote.cached_prefixes import CachedPrefixes
 from baton.engine.remote.engine import RemoteEngine
 from baton.engine.remote.http import HttpExchange, HttpOrigin
 from baton.engine.remote.live_request import LiveRequest, Parameters
-from baton.engine.vllm import protocol
+from baton.engine.vllm import images, protocol
 from baton.engine.vllm.adapters import VllmAdapters
 from baton.engine.vllm.control import VllmControl, log
 from baton.engine.vllm.facts import VllmFacts
@@ -27,6 +28,7 @@ from baton.types.errors import (
 )
 from baton.types.geometry import BLOCK_TOKENS
 
+_RENDER_S = 30.0  # for the tokens of an image
 _LOAD_S = 60.0  # for vLLM to load KV from another vLLM, its queue included
 
 
@@ -86,12 +88,15 @@ class VllmEngine(RemoteEngine):
         )
         return self._named(body, request.spec)
 
-    def _named(self, body: bytes, spec: RequestSpec) -> bytes:
+    def _named(self, body: bytes, spec: RequestSpec | None = None) -> bytes:
         """Return a body with the name of the model, if that may be another one."""
         return body
 
     def _reader(self, request: LiveRequest, choice: int) -> ChoiceStream:
-        return ChoiceStream(request.submit.request_id, choice, request.spec, self._eos)
+        stream = ChoiceStream(request.submit.request_id, choice, request.spec, self._eos)
+        if request.spec.images:
+            stream.prompt = (*request.prompt, *request.emitted(choice))
+        return stream
 
     def _error(self, body: bytes, status: int) -> BatonError:
         return protocol.error_in(body, status)
@@ -112,8 +117,22 @@ class VllmEngine(RemoteEngine):
                 self._load(command)
             case messages.ComputeLocally():
                 self._compute(command)
+            case messages.ExpandImage():
+                self._tasks.spawn(self._expand(command), "expand")
             case _:  # after ``Release`` vLLM frees its KV when the other worker has read it
                 super().handle(command)
+
+    async def _expand(self, command: messages.ExpandImage) -> None:
+        """Report the tokens that stand for an image."""
+        name = command.request_id
+        body = self._named(images.render_body(command.data))
+        try:
+            status, _, response = await self._origin.ask("POST", images.RENDER, _RENDER_S, body)
+            if status != HTTPStatus.OK:
+                raise self._error(response, status)
+            self._send(images.expansion_in(response, name))
+        except BatonError as error:
+            self._send(ev.Ended(name, error.code, error.message))
 
     async def close(self) -> None:
         """Close all connections to vLLM."""

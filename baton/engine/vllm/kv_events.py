@@ -8,7 +8,8 @@ notices gaps; ``CachedBlocks`` follows the cache and translates names:
 
 Baton's hashes are computed from the token ids. The first block of a prompt names its seed, which is
 the cache salt of the request (``protocol.py``), or that of a client past Baton; the following ones
-name their parent.
+name their parent. A block that contains a part of an image names it, with the place at which the
+image begins (``baton/types/images.py``).
 """
 
 from collections import Counter
@@ -20,6 +21,7 @@ import msgspec
 from baton.types.block_hashes import block_hashes, seed_past_baton
 from baton.types.events import CacheChanged
 from baton.types.geometry import BLOCK_TOKENS
+from baton.types.images import words_named
 
 REPLAY_END = -1
 
@@ -171,7 +173,11 @@ class CachedBlocks:
             if name in self._hashes or parent is None:
                 parent = self._hashes[name][-1] if name in self._hashes else None
                 continue
-            tokens = event.token_ids[place * size : (place + 1) * size]
+            keys = (event.extra_keys[place] if event.extra_keys else None) or ()
+            tokens = _hashed(event.token_ids[place * size : (place + 1) * size], keys)
+            if tokens is None:  # an image that Baton has not sent
+                parent = None
+                continue
             hashes = tuple(block_hashes(parent, tokens))
             self._hashes[name] = hashes
             for block_hash in hashes:
@@ -181,13 +187,12 @@ class CachedBlocks:
             parent = hashes[-1]
 
     def _parent(self, event: BlockStored) -> bytes | None:
-        """Return the hash before the first block; None if it depends on more than texts."""
+        """Return the hash before the first block; None if it is unknown."""
         if event.parent_block_hash is not None:
             known = self._hashes.get(event.parent_block_hash)
             return known[-1] if known is not None else None
         keys = (event.extra_keys[0] if event.extra_keys else None) or ()
-        salts = [key for key in keys if isinstance(key, str)]  # others are of images
-        return seed_past_baton(salts) if len(salts) == len(keys) else None
+        return seed_past_baton([key for key in keys if isinstance(key, str)])
 
     def _remove(self, name: Name, stored: list[bytes], removed: list[bytes]) -> None:
         if self._copies[name] > 1:
@@ -199,6 +204,21 @@ class CachedBlocks:
             if not self._held[block_hash]:
                 del self._held[block_hash]
                 _note(block_hash, removed, stored)
+
+
+def _hashed(tokens: Sequence[int], keys: Sequence[Any]) -> Sequence[int] | None:
+    """Return the tokens by which a block is named; None if it has more than texts and images."""
+    hashed = list(tokens)
+    for key in keys:
+        match key:
+            case str():
+                continue
+            case [str() as name, int() as begin] if (words := words_named(name)) is not None:
+                for at in range(max(begin, 0), min(begin + len(words), len(hashed))):
+                    hashed[at] = words[at - begin]
+            case _:
+                return None
+    return hashed
 
 
 def _in_pool(medium: str | None, group: int | None) -> bool:

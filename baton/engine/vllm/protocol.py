@@ -13,6 +13,7 @@ import msgspec
 from baton.engine.core.model_runner import RunnerCapabilities
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.remote.live_request import Parameters
+from baton.engine.vllm.images import prompt_fields
 from baton.types import events as ev
 from baton.types.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 from baton.types.params import AdapterRef, SampledToken, SamplingParams
@@ -21,10 +22,10 @@ GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 
 _ATTACHED = RunnerCapabilities(
-    engine="attached vLLM servers", grammars=True, bad_words=False, adapters=True
+    engine="attached vLLM servers", grammars=True, bad_words=False, adapters=True, images=True
 )
 _STARTED = RunnerCapabilities(
-    engine="vLLM workers", grammars=True, prompt_logprobs=True, adapters=True
+    engine="vLLM workers", grammars=True, prompt_logprobs=True, adapters=True, images=True
 )
 
 _EVENT_BYTES = 8 << 20  # of a stream; one token with 20 alternatives has about 2 KB
@@ -87,6 +88,7 @@ class Chunk(msgspec.Struct, frozen=True):
     choices: tuple[ChunkChoice, ...] = ()
     usage: Usage | None = None
     error: ErrorBody | None = None
+    prompt_token_ids: tuple[int, ...] | None = None  # only of prompts with images
     kv_transfer_params: Parameters | None = None  # only of responses that are not streamed
 
     @property
@@ -132,6 +134,8 @@ def refusal(
             "vLLM workers do not hand over responses with a format, bad_words, prompt_logprobs, "
             "presence_penalty or frequency_penalty: leave x-baton-mode out"
         )
+    if spec.kind is not Kind.FULL and spec.images:
+        return InvalidRequestError("vLLM workers do not hand over prompts with images")
     if is_attached and any(spec.emitted) and spec.params.grammar:
         return UnavailableError(
             "a response with a format cannot be resumed by attached vLLM servers, which would "
@@ -161,7 +165,7 @@ def generate_body(
     emitted = (spec.emitted[choice] if spec.emitted else None) or ()
     body = {
         "request_id": f"{request_id}/{choice}",
-        "token_ids": [*prompt, *emitted],
+        **prompt_fields([*prompt, *emitted], spec.images),
         "sampling_params": sampling_params(spec.params, choice, emitted, eos),
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -214,7 +218,7 @@ def one_token_body(
     """Return the JSON body of a request for what vLLM does to compute one token of any choice."""
     body = {
         "request_id": f"{request_id}/0",
-        "token_ids": prompt,
+        **prompt_fields(prompt, spec.images),
         "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **sampling},
         **_shared_fields(spec, transfer),
     }
@@ -277,6 +281,7 @@ class ChoiceStream:
         generated: Tokens of the choice so far, those before a resumption included.
         finished: Whether the choice has its finish reason.
         cached_tokens: Prompt tokens that vLLM had cached; None until it reports them.
+        prompt: Prompt that vLLM must have computed, if it reports one.
     """
 
     def __init__(self, request_id: str, choice: int, spec: RequestSpec, eos: Sequence[int]) -> None:
@@ -286,6 +291,7 @@ class ChoiceStream:
         self.cached_tokens: int | None = None
         self._request_id = request_id
         self._choice = choice
+        self.prompt: tuple[int, ...] = ()
         self._alternatives = spec.params.logprobs
         self._ends = set(spec.params.stop_token_ids)
         if not spec.params.ignore_eos or spec.params.grammar:
@@ -313,6 +319,8 @@ class ChoiceStream:
             raise error_of(chunk.error, None)
         if chunk.cached_tokens is not None:
             self.cached_tokens = chunk.cached_tokens
+        if chunk.prompt_token_ids not in (None, self.prompt):
+            raise InternalError("the tokens of an image depend on more than its size in this model")
         return [self._tokens(choice) for choice in chunk.choices]
 
     def _tokens(self, choice: ChunkChoice) -> ev.Tokens:

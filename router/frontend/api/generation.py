@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -28,6 +28,7 @@ from router.frontend.api.embeddings import EmbeddingAnswer
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.api.formats.answer_format import ChunkFormat, DataEvents
 from router.frontend.api.formats.openai import AnswerHead, ChatFormat, CompletionFormat
+from router.frontend.api.images import Images, read_images
 from router.frontend.api.prepare import NO_GRAMMAR, AnswerGrammar, Preparer
 from router.frontend.api.relaxation import Relaxations
 from router.frontend.api.structured_output import requested_grammar
@@ -72,18 +73,26 @@ def routes(router: Process) -> Endpoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """Caller, lane, size and time of a call, which are known before its body is parsed."""
+    """Caller, lane, size and time of a call, which are known before its images are read."""
 
     lane: Lane
     caller: Caller
     size_bytes: int
     at_ns: int
+    images: Images = field(default_factory=dict, repr=False)
 
     @property
     def preparer(self) -> Preparer:
         """Converter of bodies to requests of the lane."""
         lane = self.lane
-        return Preparer(lane.model, lane.settings, lane.core, lane.gateway.workers.pool_tokens)
+        pool_tokens = lane.gateway.workers.pool_tokens
+        return Preparer(lane.model, lane.settings, lane.core, pool_tokens, self.images)
+
+    async def with_images(self, body: ModelBody) -> Self:
+        """Return the arrival with the images of a chat."""
+        if not isinstance(body, ChatBody):
+            return self
+        return replace(self, images=await read_images(body, self.lane, self.caller.tenant))
 
     def traced(self, span: Span) -> Self:
         """Return the arrival with ``span`` as the parent of the workers' spans."""
@@ -235,6 +244,7 @@ class Calls:
     async def prompt_tokens(self, endpoint: str, body: ChatBody, arrival: Arrival) -> int:
         """Return the number of prompt tokens of a chat, for a call that only counts them."""
         caller = arrival.caller
+        arrival = await arrival.with_images(body)
         preparer = arrival.preparer
         prepared = await off_loop(
             arrival.size_bytes, lambda: preparer.chat(body, caller, arrival.at_ns)
@@ -276,6 +286,7 @@ class Calls:
         arrival = arrival.traced(span)
         with ended_on_error(span):
             grammar = await self.grammar(body, arrival)
+            arrival = await arrival.with_images(body)
             call = (arrival.preparer, body, arrival.caller, arrival.at_ns, grammar)
             prepared = await off_loop(arrival.size_bytes, lambda: prepare(*call))
         return prepared, span

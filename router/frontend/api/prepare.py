@@ -9,6 +9,7 @@ import msgspec
 
 from baton.text.tools import Tool
 from baton.types.errors import InvalidRequestError, PromptTooLongError
+from baton.types.images import PromptImage
 from baton.types.params import SamplingParams
 from baton.types.prompt_outputs import bytes_per_row
 from router.frontend.api.bodies.chat import ChatBody
@@ -17,6 +18,7 @@ from router.frontend.api.bodies.embedding import MAX_INPUTS, EmbeddingBody
 from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.rendering import rendering_of
 from router.frontend.api.caller import Caller, number_of
+from router.frontend.api.images import Images, place_images
 from router.frontend.api.structured_output import checked_schema
 from router.frontend.api.tool_use.offered import messages_of, must_call, offered
 from router.process_core import ProcessCore
@@ -61,11 +63,13 @@ class Preparer:
         settings: LaneSettings,
         core: ProcessCore,
         pool_tokens: Callable[[], int | None] = lambda: None,
+        images: Images | None = None,
     ) -> None:
         self._model = model
         self._settings = settings
         self._core = core
         self._pool_tokens = pool_tokens
+        self._images = images or {}
 
     def chat(
         self, body: ChatBody, caller: Caller, now_ns: int, grammar: AnswerGrammar = NO_GRAMMAR
@@ -80,7 +84,9 @@ class Preparer:
             )
         text, tools = self._rendered(body, caller)
         cut = body.truncate_prompt_tokens
-        prompt = self._encoded(text, body, caller, whole=cut is None)
+        prompt, images = self._encoded(text, body, caller, whole=cut is None)
+        if images and cut is not None:
+            raise InvalidRequestError.at("truncate_prompt_tokens", "cannot be combined with images")
         asked_tokens = body.max_completion_tokens or body.max_tokens
         prompt = self._cut(prompt, cut, asked_tokens or 1)
         room = self._room(prompt, "messages")
@@ -98,7 +104,7 @@ class Preparer:
             f"chatcmpl-{secrets.token_hex(16)}", body, caller, prompt, sampling, now_ns
         )
         _check_prompt_logprobs(body, [request])
-        request = self._in_session(request, body, caller)
+        request = self._in_session(replace(request, images=images), body, caller)
         thinking = self._model.thinking_of(text, shown=body.include_reasoning is not False)
         only = must_call(body.tool_choice)
         calls = self._model.tool_syntax.expected(tools, only=only) if tools else None
@@ -112,16 +118,18 @@ class Preparer:
     def chat_prompt(self, body: ChatBody, caller: Caller) -> list[int]:
         """Return the prompt of a chat, which may exceed the context."""
         text, _ = self._rendered(body, caller)
-        return self._encoded(text, body, caller, whole=False)
+        prompt, _ = self._encoded(text, body, caller, whole=False)
+        return prompt
 
     def _rendered(self, body: ChatBody, caller: Caller) -> tuple[str, list[Tool]]:
         tools = offered(body.tools, body.tool_choice)
         rendering = rendering_of(body, self._model.template)
-        conversation = messages_of(body.messages)
+        has_images = bool(self._images)
+        conversation = messages_of(body.messages, takes_images=has_images)
         if self._core.settings.clients.remove_rotating_texts:
             for name in without_rotating_texts(conversation):
                 caller.ignored.leave_out(name, "system")
-        return self._model.render_chat(conversation, tools, rendering), tools
+        return self._model.render_chat(conversation, tools, rendering, has_images), tools
 
     def _in_session(
         self, request: GenerationRequest, body: ChatBody, caller: Caller
@@ -131,16 +139,17 @@ class Preparer:
         if not session:
             return request
         key = (request.tenant, request.cache_scope, body.model, session.id)
-        change = self._core.session_prompts.note(key, request.prompt)
+        change = self._core.session_prompts.note(key, request.hashed)
         return replace(request, session=session, prompt_change=change)
 
-    def _encoded(self, text: str, body: ChatBody, caller: Caller, *, whole: bool) -> list[int]:
-        return self._model.encode_rendered(
-            text,
-            special=bool(body.add_special_tokens),
-            whole=whole,
-            scope=self._scope(caller, body.cache_salt),
+    def _encoded(
+        self, text: str, body: ChatBody, caller: Caller, *, whole: bool
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
+        scope = self._scope(caller, body.cache_salt)
+        prompt = self._model.encode_rendered(
+            text, special=bool(body.add_special_tokens), whole=whole, scope=scope
         )
+        return place_images(prompt, body, self._images, scope) if self._images else (prompt, ())
 
     def completions(
         self,

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -13,7 +13,11 @@ from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.parse import checked
 from router.request import GenerationRequest
 
+Content = str | list[Any]
+"""Text, or texts and images."""
+
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
+_PART = re.compile(r"\.content\[(\d+)\]")
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.(?:function|custom)\b)?")
 
 
@@ -26,19 +30,28 @@ class TranslatedConversation:
     def __init__(self, joins: Collection[str]) -> None:
         self.messages: list[dict[str, Any]] = []
         self.places: list[str] = []
+        self.image_places: dict[int, str] = {}
         self._joins = joins
         self._thoughts: list[str] = []  # of the assistant's next message
 
-    def add_text(self, role: str, text: str, where: str) -> None:
-        """Add a text of one role."""
+    def content(self, parts: list[Any]) -> Content:
+        """Return the content that consists of texts, and of images as returned by `image`."""
+        return parts if any(isinstance(part, dict) for part in parts) else "\n".join(parts)
+
+    def image(self, url: str, where: str) -> dict[str, Any]:
+        """Return a part of a message that is an image."""
+        part = {"type": "image_url", "image_url": {"url": url}}
+        self.image_places[id(part)] = where
+        return part
+
+    def add_text(self, role: str, text: Content, where: str) -> None:
+        """Add a text of one role, or texts and images."""
         last = self.messages[-1] if self.messages else {}
         joins = last.get("role") == role and role in self._joins
         if joins and "tool_calls" not in last and not self._thoughts:
-            content = last["content"]
-            if isinstance(content, list):
-                content.append(text)
-            else:
-                last["content"] = [content, text] if content else text  # a chat joins them as lines
+            if not isinstance(last["content"], list):
+                last["content"] = [last["content"]] if last["content"] else []
+            last["content"] += [text] if isinstance(text, str) else text  # a chat joins texts
         else:
             self._append({"role": role, "content": text}, where)
 
@@ -55,7 +68,7 @@ class TranslatedConversation:
         calls = last.setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def add_result(self, call_id: str, text: str, where: str) -> None:
+    def add_result(self, call_id: str, text: Content, where: str) -> None:
         """Add the result of a call."""
         self._append({"role": "tool", "tool_call_id": call_id, "content": text}, where)
 
@@ -85,12 +98,14 @@ class Translation:
         places: Path of each message in the original body.
         names: Field of the chat (a regular expression) to the field of the original body.
         tool_places: Path of each tool in the original body.
+        image_places: Path of each image in it, by the id of its part.
     """
 
     fields: dict[str, Any]
     places: Sequence[str]
     names: Mapping[str, str]
     tool_places: Sequence[str] = ()
+    image_places: Mapping[int, str] = field(default_factory=dict)
 
     def chat(self) -> ChatBody:
         """Return the validated body of the chat. Errors name the original fields."""
@@ -129,9 +144,14 @@ class Translation:
     def _renamed(self, param: str) -> str:
         message = _MESSAGE.match(param)
         if message is not None and int(message[1]) < len(self.places):
-            field = param[message.end() :]  # known, or of the item of which the place is
-            renamed = self._theirs(field)
-            return self.places[int(message[1])] + (renamed if renamed != field else "")
+            inner = param[message.end() :]  # known, or of the item of which the place is
+            if (part := _PART.match(inner)) is not None:
+                content = self.fields["messages"][int(message[1])]["content"]
+                image = content[int(part[1])] if isinstance(content, list) else content
+                if id(image) in self.image_places:
+                    return self.image_places[id(image)]
+            renamed = self._theirs(inner)
+            return self.places[int(message[1])] + (renamed if renamed != inner else "")
         tool = _TOOL.match(param)
         if tool is not None and int(tool[1]) < len(self.tool_places):
             param = self.tool_places[int(tool[1])] + param[tool.end() :]

@@ -224,7 +224,8 @@ class Placer:
         reusable = b"" if request.whole_prompt else hashes
         held = self._prefix_index.prefixes(reusable, now_ns) if reusable else {}
         sources: tuple[Source, ...] = ()
-        if held and request.pinned is None and self._settings.pull_prefixes:
+        may_pull = self._settings.pull_prefixes and request.pinned is None and not request.images
+        if held and may_pull:
             # Blocks that a worker is only expected to store soon cannot be pulled.
             sources = self._shortlist.sources(self._prefix_index.prefixes(reusable))
         if reusable and self.computing and self.computing.add_held(reusable, held):
@@ -248,9 +249,11 @@ class Placer:
     def _on_one_engine(self, request: GenerationRequest) -> GenerationRequest:
         """Return the request with the mode that an external engine can serve it in.
 
-        Such an engine takes over the KV of a prompt and its first token, but no other output.
+        Such an engine takes over the KV of a prompt and its first token, but no other output, and
+        no images.
         """
         must = request.goes_on or request.whole_prompt or request.sampling.tracks_output
+        must = must or bool(request.images)
         if request.mode != "auto" or not (self._settings.external and must):
             return request
         return replace(request, mode="colocated")

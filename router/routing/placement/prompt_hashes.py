@@ -68,8 +68,8 @@ def prompt_hashes(
     seed = seeds.seed(request, link.capabilities)
     library = load()
     if library is None:
-        return b"".join(block_hashes(seed, request.prompt))
-    return native_hashes(library, seed, request.prompt)
+        return b"".join(block_hashes(seed, request.hashed))
+    return native_hashes(library, seed, request.hashed)
 
 
 def native_hashes(library: ctypes.CDLL, seed: bytes, tokens: Sequence[int]) -> bytes:

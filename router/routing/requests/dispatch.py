@@ -1,11 +1,11 @@
 """Begins attempts: has the request placed, and sends it to its decode worker."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import msgspec
 from batonpb.common_pb2 import PrefixSource, Retention
-from batonpb.decode_pb2 import PrefillTarget, Submission
+from batonpb.decode_pb2 import Image, PrefillTarget, Submission
 
 from baton.types.errors import UnavailableError
 from baton.wire.capability import sign
@@ -93,14 +93,19 @@ class Dispatcher:
         active.record.next_attempt(why)
         computes_id = placement.chosen.computes.worker_id
         event = f"placed on {computes_id} → {placement.decode_id}"
+        if active.request.images:
+            event += ", one worker that pulls no prefix: the prompt has images"
         active.record.note(event, placement.placed_ns)
         self.observer.placed(active)
         link = self.workers.link(placement.decode_id)
         if link is None:
             raise UnavailableError(f"the chosen worker {placement.decode_id} is gone")
+        if active.request.images and not link.capabilities.images:
+            raise UnavailableError(f"{placement.decode_id} has an older version, without images")
         prefill = self.workers.link(placement.prefill_id)
         submission = self._submission(active, link, prefill, placement.placed_ns)
         size = len(submission.prompt_tokens) + len(submission.sampling.grammar)
+        size += sum(len(image.data) for image in submission.images)
         alone = size > self.core.settings.unary_prompt_bytes
         link.submit(submission, alone=alone)
         if prefill is not None:  # the decode worker sends it the request; check that it is alive
@@ -144,6 +149,7 @@ class Dispatcher:
             prefix_then=prefix[1:],
             kv_share=self.core.policies.of(request.tenant).kv_share or 0.0,
             retention=self._retention(request),
+            images=[Image(**asdict(image)) for image in request.images],
         )
 
     def _retention(self, request: GenerationRequest) -> Retention | None:

@@ -243,7 +243,12 @@ class RequestRecord:
         grammar = sampling.grammar[:1]  # still shows that there was one
         sampling = msgspec.structs.replace(sampling, grammar=grammar, logit_bias=())
         self.request = replace(
-            self.request, prompt=(), sampling=sampling, checked_schema="", checked_tools={}
+            self.request,
+            prompt=(),
+            images=(),
+            sampling=sampling,
+            checked_schema="",
+            checked_tools={},
         )
         self._logprobs_intake = PromptLogprobsIntake(0)
         self.prompt_logprobs = None

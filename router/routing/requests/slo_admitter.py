@@ -137,4 +137,4 @@ class SloAdmitter:
 def _caller(request: GenerationRequest, hashes: bytes) -> tuple[str, bytes, tuple[int, ...]]:
     """Return by what a client is recognised that sends its request again: tenant and prompt."""
     whole = len(hashes) // HASH_BYTES * BLOCK_TOKENS
-    return request.tenant, hashes[-HASH_BYTES:], request.prompt[whole:]
+    return request.tenant, hashes[-HASH_BYTES:], tuple(request.hashed[whole:])

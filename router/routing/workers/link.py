@@ -26,12 +26,14 @@ from typing import Protocol
 
 import grpc
 import grpc.aio
+from batonpb import decode_pb2 as pb
 from batonpb.common_pb2 import WorkerStatus
 from batonpb.decode_pb2 import Heartbeat, Hello, RouterFrame, Submission, WorkerFrame
 from batonpb.decode_pb2_grpc import DecodeStub
 
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.tasks import BackgroundTasks
+from baton.types.errors import UnavailableError
 from baton.wire.compatibility import GATHERED_WIRE
 from baton.wire.grpc_options import ROUTER_OPTIONS, open_channel
 from baton.wire.router_frames import gather
@@ -188,6 +190,14 @@ class WorkerLink:
             finally:
                 self._exchange.call_ended(ALIVE.now_ns())
         self._listener.on_submit_failed(self, submission, reason)
+
+    async def expand(self, image: bytes, timeout_s: float) -> pb.ImageTokens:
+        """Return the tokens of an image in prompts, by the engine of a live worker."""
+        if self._stub is None:
+            raise UnavailableError(f"there is no connection to {self.worker_id}")
+        question = pb.ImageQuestion(data=image)
+        answer = self._stub.Expand(question, metadata=self._token.metadata, timeout=timeout_s)
+        return await answer  # type: ignore[no-any-return]
 
     def die(self, reason: str, *, died: bool = False) -> None:
         """Declare the live incarnation dead to this router, if there is one.

@@ -6,6 +6,7 @@ import msgspec
 
 from baton.engine.vllm.kv_events import REPLAY_END, CachedBlocks, EventOrder
 from baton.types.block_hashes import block_hashes, seed_past_baton
+from baton.types.images import PromptImage, hashed_tokens
 from tests.engine.vllm.record import LONG, SEEDS, recorded_messages
 
 WHOLE = 192  # tokens of the recorded prompt in whole blocks of 32
@@ -103,6 +104,22 @@ def test_blocks_behind_unknown_ones_and_those_of_images_are_not_in_the_index() -
     image: Any = ["digest of an image", 0]
     assert cached.apply(stored_event([6], None, LONG[:32], image)).stored == ()
     assert cached.apply(removed_event(4, 6, 9)).removed == ()
+
+
+def test_blocks_of_an_image_have_the_hashes_of_its_prompt() -> None:
+    """The image begins in the first block, and ends in the third."""
+    image = PromptImage(b"", b"\x07" * 16, 20, 50, (9,))
+    other = PromptImage(b"", b"\x08" * 16, 20, 50, (9,))
+    salt = SEEDS[0].hex()
+    whole = block_hashes(SEEDS[0], hashed_tokens(LONG[:96], [image]))
+    assert whole[0] == block_hashes(SEEDS[0], LONG[:16])[0]
+    assert whole[1] != block_hashes(SEEDS[0], LONG[:32])[1]
+    assert whole[1:] != block_hashes(SEEDS[0], hashed_tokens(LONG[:96], [other]))[1:]
+    event = msgspec.msgpack.decode(stored_event([1, 2, 3], None, LONG[:96], salt))
+    for name in (image.name, f"an adapter:{image.name}"):  # vLLM may put an adapter before it
+        keys = [[salt, [name, 20]], [[name, -12]], [[name, -44]]]
+        event[1][0]["extra_keys"] = keys
+        assert list(CachedBlocks().apply(msgspec.msgpack.encode(event)).stored) == whole
 
 
 def test_a_block_behind_a_known_one_is_chained_to_it() -> None:

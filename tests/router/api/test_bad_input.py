@@ -91,7 +91,15 @@ BAD_CHAT = [
     ({"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages[0].prefix"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content[0].type",
+        "messages[0].content[0].image_url",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}]},
+        "messages[0].content[0]",
+    ),
+    (
+        {"messages": [{"role": "user", "content": ["a", {"type": "input_audio"}]}]},
+        "messages[0].content[1].type",
     ),
     ({"model": 5}, "model"),
     ({"model": ""}, "model"),

@@ -429,7 +429,21 @@ async def test_fields_that_nobody_knows_are_named_or_refused(make_fleet, model):
 REFUSED = [
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-        "messages[0].content[0].type",
+        "messages[0].content[0].source",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "a"},
+                        {"type": "image", "source": {"type": "url", "url": "https://a/b.png"}},
+                    ],
+                }
+            ]
+        },
+        "messages[0].content[1]",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "document"}]}]},

@@ -602,6 +602,10 @@ REFUSED = [
     ({"input": [{"content": "hi"}]}, "input[0].role"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input[0].content[0]",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
         "input[0].content[0].type",
     ),
     (

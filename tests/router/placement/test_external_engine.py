@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from baton.types.images import PromptImage
 from baton.types.params import SamplingParams
 from benchmarks.placement import fleet
 from router.request import GenerationRequest
@@ -28,7 +29,12 @@ class Table(list[WorkerSlot]):
         return None
 
 
-def modes(external: str, goes_on: bool = False, **params: Any) -> set[str]:
+IMAGE = PromptImage(b"file", b"d" * 16, 3, 200, (9,))
+
+
+def modes(
+    external: str, goes_on: bool = False, images: tuple[PromptImage, ...] = (), **params: Any
+) -> set[str]:
     """Return the modes that the placer compares for a request."""
     workers = Table(fleet(2, 2, random.Random(1)))
     settings = LaneSettings(model="m", model_names=("m",), external=external)
@@ -46,6 +52,7 @@ def modes(external: str, goes_on: bool = False, **params: Any) -> set[str]:
         arrived_ns=0,
         deadline_ns=10**18,
         goes_on=goes_on,
+        images=images,
     )
     return {one.mode for one in placer.quote(request).placement.candidates}
 
@@ -71,3 +78,7 @@ def test_what_depends_on_the_output_so_far_stays_on_one_worker(params: dict[str,
 
 def test_a_resumed_response_stays_on_one_worker() -> None:
     assert modes("vllm", goes_on=True) == {"colocated"}
+
+
+def test_a_prompt_with_images_stays_on_one_worker() -> None:
+    assert modes("vllm", images=(IMAGE,)) == {"colocated"}

@@ -1,5 +1,6 @@
 """Messages of a conversation. Earlier output of any model is accepted as input."""
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -10,11 +11,22 @@ from router.frontend.api.bodies.fields import Refused
 _TEXT_ONLY = "this model supports text only"
 
 
+class ImageUrl(Body):
+    """Image of a message's content."""
+
+    url: NonEmpty
+    """`data:` URL with base64; other URLs are not fetched"""
+
+    accepted: ClassVar[dict[str, str]] = {"detail": "the model's processor sets the resolution"}
+
+
 class Part(Body):
     """A part of a message's content."""
 
-    type: Literal["text", "input_text", "output_text", "refusal", "thinking"]
-    """text, input_text, output_text, refusal; thinking is reasoning"""
+    type: Literal["text", "input_text", "output_text", "refusal", "thinking", "image_url"]
+    """text, input_text, output_text, refusal, image_url; thinking is reasoning"""
+    image_url: NonEmpty | ImageUrl | None = None
+    """an image, for models that vLLM serves with images; required for type image_url"""
     text: str | None = None
     """each part is placed on its own line; required for a text type"""
     refusal: str | None = None
@@ -33,15 +45,23 @@ class Part(Body):
 
     @model_validator(mode="after")
     def _check_text(self) -> Self:
-        name = self.type if self.type in ("refusal", "thinking") else "text"
+        name = self.type if self.type in ("refusal", "thinking", "image_url") else "text"
         if getattr(self, name) is None:
             raise missing_here(name)
         return self
 
-    def shown(self) -> str:
-        """Return the text that is part of the message's content."""
+    @property
+    def image(self) -> str:
+        """URL of the image; empty for texts."""
+        given = self.image_url if self.type == "image_url" else None
+        return given.url if isinstance(given, ImageUrl) else given or ""
+
+    def shown(self, image: str = "") -> str:
+        """Return the text that is part of the message's content; ``image`` stands for an image."""
         if self.type == "thinking":
             return ""
+        if self.type == "image_url":
+            return image
         return (self.refusal if self.type == "refusal" else self.text) or ""
 
 
@@ -131,13 +151,16 @@ class Message(Body):
         "partial": Refused((None, False), "use continue_final_message"),
     }
 
-    def text(self) -> str:
-        """Return the content as one string, with each part on its own line."""
+    def text(self, image: str = "") -> str:
+        """Return the content as one string, with each part on its own line.
+
+        ``image`` stands for an image.
+        """
         if self.content is None:
             return self.refusal or ""
         if isinstance(self.content, str):
             return self.content
-        parts = (part if isinstance(part, str) else part.shown() for part in self.content)
+        parts = (part if isinstance(part, str) else part.shown(image) for part in self.content)
         hidden = [isinstance(part, Part) and part.type == "thinking" for part in self.content]
         return "\n".join(text for text, hide in zip(parts, hidden, strict=True) if not hide)
 
@@ -148,6 +171,14 @@ class Message(Body):
             return reasoning or ""
         parts = (part.thinking for part in self.content if isinstance(part, Part))
         return "\n".join(text for text in parts if text)
+
+
+def images_of(messages: Sequence[Message]) -> Iterator[tuple[Message, str, str]]:
+    """Return the images of messages in order: the message, the path of the part, and its URL."""
+    for index, message in enumerate(messages):
+        for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, Part) and part.image:
+                yield message, f"messages[{index}].content[{place}]", part.image
 
 
 Messages = Annotated[list[Message], Field(min_length=1), FIRST_FAULT]

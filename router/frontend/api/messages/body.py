@@ -8,7 +8,7 @@ from router.frontend.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBod
 from router.frontend.api.bodies.fields import MAX_TOOLS, Refused
 from router.frontend.api.bodies.opening import opening_of_turns
 
-_NO_TEXT = "applies only to images and documents, which are rejected"
+_NO_TEXT = "applies only to documents, which are rejected"
 _HINT = "a hint about speed or location; all requests are served alike"
 _THEIRS = "define the tools in tools, with input_schema"
 
@@ -28,9 +28,11 @@ class MessagesBlock(Body):
     """A content block; its type determines its fields."""
 
     type: NonEmpty
-    """text, tool_use, tool_result, thinking, redacted_thinking (encrypted, so ignored)"""
+    """text, image, tool_use, tool_result, thinking, redacted_thinking (encrypted, so ignored)"""
     text: str | None = None
     """the text of a text block"""
+    source: dict[str, Any] | None = None
+    """an image, for models that vLLM serves with images: `data` in base64, or a `data:` URL"""
     thinking: str | None = None
     """passed to chat templates that include earlier reasoning"""
     id: NonEmpty | None = None
@@ -42,7 +44,7 @@ class MessagesBlock(Body):
     tool_use_id: NonEmpty | None = None
     """id of the call that a tool_result belongs to"""
     content: "str | Annotated[list[MessagesBlock], FIRST_FAULT] | None" = None
-    """result of a tool: text, or text blocks"""
+    """result of a tool: text, or blocks of text and images"""
     is_error: bool | None = None
     """true: the model sees `Error: ` before the result"""
     cache_control: CacheControl | None = None
@@ -52,7 +54,6 @@ class MessagesBlock(Body):
         "citations": "not part of the text",
         "signature": "not part of the text",
         "data": "redacted thinking is not used",
-        "source": _NO_TEXT,
         "title": _NO_TEXT,
         "context": _NO_TEXT,
         "file_id": _NO_TEXT,

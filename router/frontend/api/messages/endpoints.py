@@ -81,6 +81,9 @@ class _MessagesCalls(Calls):
         given = body.context_management
         if given is None:
             return body, None
+        whole = await off_loop(arrival.size_bytes, lambda: chat_of(body))
+        with whole.named():
+            arrival = await arrival.with_images(whole.chat())
 
         def count(messages: Sequence[MessagesTurn]) -> int:
             translation = chat_of(body.model_copy(update={"messages": messages}))

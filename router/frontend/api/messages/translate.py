@@ -12,9 +12,8 @@ from router.frontend.api.messages.body import (
     MessagesBody,
     MessagesTool,
 )
-from router.frontend.api.translation import TranslatedConversation, Translation
+from router.frontend.api.translation import Content, TranslatedConversation, Translation
 
-_NO_IMAGE = "[image left out: this model reads only text]"
 _HOSTED_BLOCKS = re.compile(
     r"server_tool_use|mcp_tool_(use|result)|tool_reference"
     r"|(web_search|web_fetch|(bash_|text_editor_)?code_execution|tool_search)_tool_result"
@@ -45,7 +44,7 @@ def chat_of(body: CountTokensBody, ignored: Ignored | None = None) -> Translatio
         raise ThreadsError.at("thread", "is not supported; send all messages with each request")
     conversation = TranslatedConversation(joins=("system", "user", "assistant"))
     if body.system is not None:
-        conversation.add_text("system", _text_of(body.system, "system"), "system")
+        conversation.add_text("system", _content_of(conversation, body.system, "system"), "system")
     for index, message in enumerate(body.messages):
         _add(conversation, message.role, message.content, f"messages[{index}]")
     conversation.drop_empty_end()
@@ -59,7 +58,11 @@ def chat_of(body: CountTokensBody, ignored: Ignored | None = None) -> Translatio
     if isinstance(body, MessagesBody):
         fields |= _sampling(body)
     return Translation(
-        fields=fields, places=conversation.places, names=_NAMES, tool_places=list(offered)
+        fields=fields,
+        places=conversation.places,
+        names=_NAMES,
+        tool_places=list(offered),
+        image_places=conversation.image_places,
     )
 
 
@@ -79,6 +82,8 @@ def _add_block(
 ) -> None:
     if block.type == "text":
         conversation.add_text(role, _given(block.text, f"{where}.text"), where)
+    elif block.type == "image":
+        conversation.add_text(role, [_image(conversation, block, where)], where)
     elif block.type == "tool_use" and role == "assistant":
         call_id = _given(block.id, f"{where}.id")
         name = _given(block.name, f"{where}.name")
@@ -86,8 +91,10 @@ def _add_block(
         conversation.add_call(call_id, name, arguments, where)
     elif block.type == "tool_result" and role == "user":
         call_id = _given(block.tool_use_id, f"{where}.tool_use_id")
-        text = _text_of(block.content or "", f"{where}.content", image=_NO_IMAGE)
-        conversation.add_result(call_id, f"Error: {text}" if block.is_error else text, where)
+        content = _content_of(conversation, block.content or "", f"{where}.content")
+        if block.is_error:
+            content = f"Error: {content}" if isinstance(content, str) else ["Error:", *content]
+        conversation.add_result(call_id, content, where)
     elif block.type == "thinking" and role == "assistant":
         conversation.add_thoughts(_given(block.thinking, f"{where}.thinking"))
     elif block.type == "redacted_thinking" and role == "assistant":
@@ -98,21 +105,35 @@ def _add_block(
         raise _refused(block.type, role, where)
 
 
-def _text_of(content: str | list[MessagesBlock], where: str, image: str = "") -> str:
-    """Return content that must consist of text; ``image`` replaces images."""
+def _content_of(
+    conversation: TranslatedConversation, content: str | list[MessagesBlock], where: str
+) -> Content:
+    """Return content that must consist of texts and images."""
     if isinstance(content, str):
         return content
-    texts = []
+    parts: list[Any] = []
     for index, block in enumerate(content):
-        if block.type == "image" and image:
-            texts.append(image)
-            continue
         if _HOSTED_BLOCKS.fullmatch(block.type):
             continue
-        if block.type != "text":
-            raise _refused(block.type, "", f"{where}[{index}]")
-        texts.append(_given(block.text, f"{where}[{index}].text"))
-    return "\n".join(texts)
+        at = f"{where}[{index}]"
+        if block.type == "image":
+            parts.append(_image(conversation, block, at))
+        elif block.type == "text":
+            parts.append(_given(block.text, f"{at}.text"))
+        else:
+            raise _refused(block.type, "", at)
+    return conversation.content(parts)
+
+
+def _image(
+    conversation: TranslatedConversation, block: MessagesBlock, where: str
+) -> dict[str, Any]:
+    source = block.source or {}
+    data = source.get("data")
+    url = f"data:;base64,{data}" if source.get("type") == "base64" else source.get("url")
+    if not isinstance(url, str):
+        raise InvalidRequestError.at(f"{where}.source", "must have data of type base64, or a url")
+    return conversation.image(url, where)
 
 
 def _retention(body: MessagesBody) -> str | None:
@@ -136,8 +157,8 @@ def _given(value: str | None, param: str) -> str:
 
 def _refused(kind: str, role: str, where: str) -> InvalidRequestError:
     param = f"{where}.type"
-    if kind in ("image", "document", "container_upload"):
-        message = f"{param}: {kind} is not supported; this model reads only text: send its text"
+    if kind in ("document", "container_upload"):
+        message = f"{param}: {kind} is not supported; send its text"
     elif kind in ("tool_use", "tool_result", "thinking", "redacted_thinking"):
         message = f"{param}: {kind} is not allowed in this place{f' (role {role})' if role else ''}"
     else:

@@ -9,7 +9,7 @@ from router.frontend.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBod
 from router.frontend.api.bodies.fields import MAX_TOOLS, Refused
 from router.frontend.api.bodies.opening import opening_of_turns
 
-_NO_TEXT = "applies only to images and files, which are rejected"
+_NO_TEXT = "applies only to files and audio, which are rejected"
 _HINT = "a hint about speed or price; all requests are served alike"
 
 
@@ -17,19 +17,20 @@ class ResponsesPart(Body):
     """A part of an item's content."""
 
     type: NonEmpty
-    """input_text, output_text, text, refusal, reasoning_text, summary_text"""
+    """input_text, input_image, output_text, text, refusal, reasoning_text, summary_text"""
     text: str | None = None
     """each part is placed on its own line"""
     refusal: str | None = None
     """same as text"""
+    image_url: NonEmpty | None = None
+    """`data:` URL of an image, for models that vLLM serves with images"""
 
     accepted: ClassVar[dict[str, str]] = {
         "annotations": "not part of the text",
         "logprobs": "not part of the text",
         "parsed": "the text, parsed by the client",
         "prompt_cache_breakpoint": "prefixes are cached without markers",
-        "image_url": _NO_TEXT,
-        "detail": _NO_TEXT,
+        "detail": "the model's processor sets the resolution",
         "file_id": _NO_TEXT,
         "file_url": _NO_TEXT,
         "file_data": _NO_TEXT,
@@ -48,7 +49,7 @@ class ResponsesItem(Body):
     role: Literal["user", "assistant", "system", "developer"] | None = None
     """role of a message: user, assistant, system, developer (treated as system)"""
     content: str | Annotated[list[ResponsesPart], FIRST_FAULT] | None = None
-    """content of a message or of reasoning: text, or text parts"""
+    """content of a message or of reasoning: text, or parts of text and images"""
     status: str | None = None
     """stored with the item"""
     call_id: NonEmpty | None = None
@@ -62,7 +63,7 @@ class ResponsesItem(Body):
     input: str | None = None
     """input of a call of a custom tool"""
     output: str | Annotated[list[ResponsesPart], FIRST_FAULT] | None = None
-    """output of a call: text, or text parts"""
+    """output of a call: text, or parts of text and images"""
     summary: Annotated[list[ResponsesPart], FIRST_FAULT] | None = None
     """summary of reasoning, used if content is missing"""
 
@@ -257,7 +258,7 @@ class ResponsesBody(InputTokensBody):
         "client_metadata": "nothing depends on it",
         "prompt_cache_options": "prefixes are cached without keys",
         "stream_options": "events are not padded",
-        "image": "applies only to images, which are rejected",
+        "image": "applies only to generated images",
         "access_programs": "nothing depends on them",
         "background_options": "applies only to background responses, which are rejected",
     }

@@ -190,7 +190,8 @@ class _ResponsesCalls(Calls):
             except PromptTooLongError:
                 if body.truncation != "auto":
                     raise
-            shorter = await off_loop(size_bytes, lambda: _truncated(translation, arrival))
+            with_images = await arrival.with_images(chat)
+            shorter = await off_loop(size_bytes, lambda: _truncated(translation, with_images))
             return await self.chat_request(shorter.chat(), arrival)
 
 

@@ -14,7 +14,7 @@ from router.frontend.api.responses.body import (
 )
 from router.frontend.api.responses.tools import OfferedTool, choice_of, joined, offered_tools
 from router.frontend.api.tool_use.custom import arguments_of
-from router.frontend.api.translation import TranslatedConversation, Translation
+from router.frontend.api.translation import Content, TranslatedConversation, Translation
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _NAMES = {
@@ -32,7 +32,6 @@ _HOSTED_ITEMS = re.compile(
     r"apply_patch|mcp|tool_search)(_call)?(_output)?"
     r"|mcp_(list_tools|approval_request|approval_response)|compaction"
 )
-_NO_IMAGE = "[image left out: this model reads only text]"
 
 
 def chat_of(
@@ -72,6 +71,7 @@ def chat_of(
         places=conversation.places,
         names=_NAMES,
         tool_places=[tool.place for tool in offered],
+        image_places=conversation.image_places,
     )
 
 
@@ -84,25 +84,23 @@ def _add(
         role = "system" if item.role == "developer" else item.role
         if item.content is None:
             raise _required(f"{where}.content")
-        conversation.add_text(role, _text_of(item.content, f"{where}.content"), where)
-    elif item.type == "function_call":
+        content = _content_of(conversation, item.content, f"{where}.content")
+        conversation.add_text(role, content, where)
+    elif item.type in ("function_call", "custom_tool_call"):
         if item.call_id is None or item.name is None:
             raise _required(f"{where}.{'call_id' if item.call_id is None else 'name'}")
-        name = joined(item.namespace, item.name)
-        conversation.add_call(item.call_id, name, item.arguments or "{}", where)
-    elif item.type == "custom_tool_call":
-        if item.call_id is None or item.name is None:
-            raise _required(f"{where}.{'call_id' if item.call_id is None else 'name'}")
-        name = joined(item.namespace, item.name)
-        conversation.add_call(item.call_id, name, arguments_of(item.input or ""), where)
+        is_custom = item.type == "custom_tool_call"
+        arguments = arguments_of(item.input or "") if is_custom else item.arguments or "{}"
+        conversation.add_call(item.call_id, joined(item.namespace, item.name), arguments, where)
     elif item.type in ("function_call_output", "custom_tool_call_output"):
         if item.call_id is None or item.output is None:
             raise _required(f"{where}.{'call_id' if item.call_id is None else 'output'}")
-        text = _text_of(item.output, f"{where}.output", image=_NO_IMAGE)
-        conversation.add_result(item.call_id, text, where)
+        content = _content_of(conversation, item.output, f"{where}.output")
+        conversation.add_result(item.call_id, content, where)
     elif item.type == "reasoning":
-        thoughts = _text_of(item.content or item.summary or "", f"{where}.content")
-        if thoughts:
+        given = item.content or item.summary or ""
+        thoughts = _content_of(conversation, given, f"{where}.content")
+        if isinstance(thoughts, str) and thoughts:
             conversation.add_thoughts(thoughts)
     elif _HOSTED_ITEMS.fullmatch(item.type):
         ignored.leave_out(item.type, "input[]")
@@ -114,26 +112,30 @@ def _add(
         )
 
 
-def _text_of(content: str | list[ResponsesPart], where: str, image: str = "") -> str:
-    """Return the text of an item; ``image`` replaces images, which are rejected otherwise."""
+def _content_of(
+    conversation: TranslatedConversation, content: str | list[ResponsesPart], where: str
+) -> Content:
+    """Return the texts and images of an item."""
     if isinstance(content, str):
         return content
-    texts = []
+    parts: list[Any] = []
     for index, part in enumerate(content):
         name = "refusal" if part.type == "refusal" else "text"
         text: str | None = getattr(part, name)
-        if part.type == "input_image" and image:
-            texts.append(image)
+        if part.type == "input_image":
+            if part.image_url is None:
+                raise _required(f"{where}[{index}].image_url")
+            parts.append(conversation.image(part.image_url, f"{where}[{index}]"))
             continue
         if part.type not in (*_TEXT_PARTS, "refusal"):
             raise InvalidRequestError.at(
                 f"{where}[{index}].type",
-                f"{part.type[:64]!r} is not supported; this model reads only text: send its text",
+                f"{part.type[:64]!r} is not supported; send its text",
             )
         if text is None:
             raise _required(f"{where}[{index}].{name}")
-        texts.append(text)
-    return "\n".join(texts)
+        parts.append(text)
+    return conversation.content(parts)
 
 
 def _required(param: str) -> InvalidRequestError:

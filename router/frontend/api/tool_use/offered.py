@@ -4,10 +4,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from baton.text.template import IMAGE_MARK
 from baton.text.tools import Tool
 from baton.types.errors import InvalidRequestError
 from router.frontend.api.bodies.chat import ChatBody
-from router.frontend.api.bodies.messages import CalledFunction, Message
+from router.frontend.api.bodies.messages import CalledFunction, Message, images_of
 from router.frontend.api.bodies.tools import (
     CustomNamed,
     CustomOffered,
@@ -18,6 +19,7 @@ from router.frontend.api.bodies.tools import (
 )
 from router.frontend.api.tool_use.custom import arguments_of, parameters_of
 
+_NO_IMAGE = "[image left out: this model reads only text]"
 _Named = ToolNamed | CustomNamed
 
 
@@ -103,13 +105,19 @@ def may_call_several(body: ChatBody) -> bool:
     return body.parallel_tool_calls is not False and not isinstance(body.tool_choice, _Named)
 
 
-def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Convert messages to the input of ``baton.text.tools.conversation``."""
+def messages_of(messages: Sequence[Message], *, takes_images: bool = False) -> list[dict[str, Any]]:
+    """Convert messages to the input of ``baton.text.tools.conversation``, with marks of images."""
+    for message, where, _ in () if takes_images else images_of(messages):
+        if message.role != "tool":
+            raise InvalidRequestError.at(where, "is an image; this model or call reads only text")
     called: set[str] = set()
     conversation = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        entry: dict[str, Any] = {"role": message.role, "content": message.text()}
+        content = message.text(IMAGE_MARK if takes_images else _NO_IMAGE)
+        for line in (f"\n{IMAGE_MARK}", f"{IMAGE_MARK}\n"):  # templates place images themselves
+            content = content.replace(line, IMAGE_MARK) if takes_images else content
+        entry: dict[str, Any] = {"role": message.role, "content": content}
         if message.tool_calls:
             if message.role != "assistant":
                 raise _misplaced(f"{where}.tool_calls", "role assistant")
