@@ -137,7 +137,9 @@ class EngineClient:
         async with AsyncExitStack() as undo:
             tasks = BackgroundTasks("engine client", count_task_failure)
             undo.push_async_callback(tasks.close)
-            pool_fds = [_pool_file() for _ in range(_pool_count(settings))]
+            count = settings.tensor_parallel if settings.own_pools else 1
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            pool_fds = [os.memfd_create("baton-kv", flags) for _ in range(count)]
             try:
                 process, control = await _spawn(settings, pool_fds, stderr)
                 undo.push_async_callback(_kill, process)
@@ -235,16 +237,6 @@ class EngineClient:
         await asyncio.wait([listening], timeout=_DRAIN_S)
         if not self.exited.done():
             self.exited.set_result(code)
-
-
-def _pool_count(settings: EngineSettings) -> int:
-    """Return the number of pools on this host; remote ranks have theirs on other hosts."""
-    return settings.tensor_parallel if settings.own_pools else 1
-
-
-def _pool_file() -> int:
-    """Create the pool's memory file, which the kernel frees after its last user."""
-    return os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def _seal(pool_fd: int, *, alone: bool) -> None:
