@@ -131,11 +131,7 @@ class AdapterTable:
             )
         if entry is None:
             raise ModelNotFoundError.at("lora_name", f"adapter {name[:200]!r} is not loaded")
-
-        def without_entry(entries: Mapping[str, AdapterEntry]) -> dict[str, AdapterEntry]:
-            return {other: kept for other, kept in entries.items() if other != name}
-
-        await self._change(without_entry)
+        await self._change(lambda all_: {n: kept for n, kept in all_.items() if n != name})
 
     async def start(
         self,

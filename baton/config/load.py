@@ -85,10 +85,10 @@ def load_config(
     if changes:
         config = _validated({**parsed.data, **changes}, source, changes, said_by)
     folder = file.absolute().parent
-    lanes = {
-        name: _with_absolute_paths(lane, folder, [key for key in _LANE_PATHS if _is_set(lane, key)])
-        for name, lane in config.models.items()
-    }
+    lanes = {}
+    for name, lane in config.models.items():
+        own = [key for key in _LANE_PATHS if key.partition(".")[0] in lane.model_fields_set]
+        lanes[name] = _with_absolute_paths(lane, folder, own)
     return _with_absolute_paths(config, folder).model_copy(update={"models": lanes})
 
 
@@ -182,11 +182,6 @@ def _with_absolute_paths(
         new = _with_absolute_paths(value, folder, [inner]) if inner else _absolute(value, folder)
         settings = settings.model_copy(update={outer: new})
     return settings
-
-
-def _is_set(lane: LaneConfig, key: str) -> bool:
-    """Return whether a lane sets a key of paths, which is then its own and not the fleet's."""
-    return key.partition(".")[0] in lane.model_fields_set
 
 
 def _absolute(value: Any, folder: Path) -> Any:

@@ -87,14 +87,9 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
             str(worker["epoch"]),
             *(str(worker[key]) for key in ("running", "waiting")),
             f"{blocks['leased']}+{blocks['cached']}/{blocks['total']}",
-            escape(_processes(worker)),
+            escape(f"{worker['host']}:{worker['pid']}" if worker["pid"] else "–"),
         )
     return table
-
-
-def _processes(worker: dict[str, Any]) -> str:
-    """Return ``host:pid``, or a dash for a worker without a process."""
-    return f"{worker['host']}:{worker['pid']}" if worker["pid"] else "–"
 
 
 @with_options()

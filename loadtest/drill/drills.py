@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from loadtest.drill import faults
+from loadtest.drill.bad_canary import bad_canary
 from loadtest.drill.faults import Fault
 
 
@@ -84,7 +85,7 @@ DRILLS: dict[str, Drill] = {
     ),
     "bad-canary": Drill(
         title="a damaged copy of the model becomes a canary",
-        fault=faults.canary_damaged,
+        fault=lambda scene: bad_canary(scene.fleet),
         mode="auto",
         load_s=30.0,
         recovery_limit_s=30.0,

@@ -12,7 +12,6 @@ import psutil
 
 from loadtest.commands.options import LocalFleet
 from loadtest.drill import links
-from loadtest.drill.bad_canary import bad_canary
 from loadtest.drill.fleet import DrillError, FleetView
 
 _FROZEN_S = 20.0
@@ -122,11 +121,6 @@ async def turn(scene: Scene) -> str:
     if [worker.epoch for worker in after] != [worker.epoch for worker in workers]:
         raise DrillError("a worker was restarted")
     return f"a {fewer} worker became a {more} worker and back, {_TURNS} times"
-
-
-async def canary_damaged(scene: Scene) -> str:
-    """Canary a damaged copy of the model; see `bad_canary`."""
-    return await bad_canary(scene.fleet)
 
 
 async def only_traffic(scene: Scene) -> str:

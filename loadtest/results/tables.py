@@ -9,7 +9,7 @@ from rich.text import Text
 
 from loadtest.metrics.confidence import Interval
 from loadtest.metrics.request_figures import FORMULAS
-from loadtest.metrics.summary import Distribution, Summary
+from loadtest.metrics.summary import Summary
 from loadtest.metrics.turns import TurnFigures
 from loadtest.percent import percent
 from loadtest.results.files import Results, SearchPoint
@@ -45,7 +45,8 @@ def show(console: Console, results: Results) -> None:
 def _latencies(summary: Summary) -> Table:
     table = Table("", "n", *_COLUMNS, title="latency", title_justify="left")
     for name, distribution in summary.distributions.items():
-        table.add_row(name, str(distribution.count), *_cells(distribution))
+        cells = (seconds(getattr(distribution, column)) for column in _COLUMNS)
+        table.add_row(name, str(distribution.count), *cells)
     for column in table.columns:
         column.no_wrap = True
     for column in table.columns[1:]:
@@ -56,10 +57,6 @@ def _latencies(summary: Summary) -> Table:
 def _formulas(summary: Summary) -> Text:
     lines = (f"{name} = {FORMULAS[name]}" for name in summary.distributions)
     return Text("\n".join(lines), style="dim")
-
-
-def _cells(distribution: Distribution) -> list[str]:
-    return [seconds(getattr(distribution, column)) for column in _COLUMNS]
 
 
 def _rates(summary: Summary) -> Table:

@@ -14,10 +14,6 @@ Policy = Callable[[Sequence[WorkerLoad], int, int, random.Random], WorkerLoad]
 FLEET = "fleet"
 
 
-def _uncached_tokens(worker: WorkerLoad, prompt_tokens: int) -> int:
-    return prompt_tokens - min(worker.cached_blocks * worker.block_tokens, prompt_tokens - 1)
-
-
 def round_robin(
     workers: Sequence[WorkerLoad], prompt_tokens: int, number: int, draw: random.Random
 ) -> WorkerLoad:
@@ -52,7 +48,8 @@ def plain_cost(
     """Choose the worker with the fewest queued and own uncached tokens to compute."""
 
     def tokens(worker: WorkerLoad) -> tuple[int, float]:
-        return worker.queued_tokens + _uncached_tokens(worker, prompt_tokens), draw.random()
+        cached = min(worker.cached_blocks * worker.block_tokens, prompt_tokens - 1)
+        return worker.queued_tokens + prompt_tokens - cached, draw.random()
 
     return min(workers, key=tokens)
 

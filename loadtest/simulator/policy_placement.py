@@ -9,7 +9,6 @@ from baton.types.geometry import context_tokens
 from loadtest.simulator.policies import Policy
 from loadtest.simulator.records import Record
 from router.routing.placement.booked_load import Booking, LoadBook
-from router.routing.placement.cost import WorkerLoad
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.prefix_sources import Source
 from router.routing.placement.worker_load import Reports, loads_of
@@ -57,7 +56,9 @@ class PolicyPlacement:
             computes.cached_blocks * computes.block_tokens, record.prompt_tokens - 1
         )
         uncached_tokens = record.prompt_tokens - cached_tokens
-        decode = self._fewest_streams(decodes) if prefills else computes
+        decode = computes
+        if prefills:
+            decode = min(decodes, key=lambda load: (load.streams, self._draw.random()))
         context = context_tokens(cached_tokens, record.prompt_tokens)
         streams = 0 if prefills else 1
         prompt = Booking(tokens=uncached_tokens, context=context, streams=streams, at_ns=now_ns)
@@ -69,6 +70,3 @@ class PolicyPlacement:
             self._index.expect(incarnation, record.hashes, now_ns)
         prefill_id = computes.worker_id if prefills else None
         return Chosen(prefill_id, decode.worker_id, uncached_tokens)
-
-    def _fewest_streams(self, decodes: Sequence[WorkerLoad]) -> WorkerLoad:
-        return min(decodes, key=lambda load: (load.streams, self._draw.random()))

@@ -244,7 +244,7 @@ class KeyExchange(SyncedTable):
         await self._save()
         self._seen = None if newer else (summary.mark, summary.total)
         if newer:
-            table.use_again()
+            table.used |= {key.record.id: key.used_day for key in table if key.used_day}
             await self._shared.put(newer)  # the next comparison repeats what failed
 
     async def _read_changed(self, summary: KeysSummary) -> list[Change] | None:

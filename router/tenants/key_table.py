@@ -179,10 +179,6 @@ class KeyTable:
             self.changes += 1
         return [key.record.id for key in old]
 
-    def use_again(self) -> None:
-        """Have all days of use written again: Redis may have lost them."""
-        self.used |= {key.record.id: key.used_day for key in self if key.used_day}
-
     def _groups(self, key: IssuedKey) -> list[list[IssuedKey]]:
         tenant = key.rights.tenant
         if key.rights.role == "metrics":  # sends no requests

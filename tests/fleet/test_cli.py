@@ -49,13 +49,11 @@ def baton(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("name", ["baton", "fleet", "loadtest", "router"])
-def test_a_folder_of_another_project_is_not_imported_in_place_of_ours(
-    name: str, tmp_path: Path
-) -> None:
+def test_folders_of_another_project_are_not_imported_in_place_of_ours(tmp_path: Path) -> None:
     """Nor by child processes."""
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "__init__.py").touch()
+    for name in ("baton", "fleet", "loadtest", "router"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     script = [sys.executable, "-P", "-m", "baton_command", "status"]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)

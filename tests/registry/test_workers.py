@@ -242,27 +242,26 @@ async def test_a_host_whose_clock_is_ahead_takes_nobody_off_the_index(
     assert set().union(*live) == {b"a" * 16, b"b" * 16}
 
 
-@pytest.mark.parametrize("steps", range(0, 40, 3))
 async def test_a_loop_over_redis_hears_its_cancel_wherever_it_is(
-    redis_server: EmbeddedRedis, steps: int
+    redis_server: EmbeddedRedis,
 ) -> None:
     """redis-py loses a cancel that comes while it writes, where it has a timeout for that."""
-    registry = Registry(redis_server.url, f"cancel-{steps}")
-    orders = AdminCommands(registry)
 
-    async def poll() -> None:
+    async def poll(orders: AdminCommands) -> None:
         while True:
             await orders.take()
 
-    task = asyncio.create_task(poll())
-    await asyncio.sleep(0.05)
-    for _ in range(steps):
-        await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.wait([task], timeout=1.0)
-    heard = task.done()
-    while not task.done():
+    for steps in range(0, 40, 3):
+        registry = Registry(redis_server.url, f"cancel-{steps}")
+        task = asyncio.create_task(poll(AdminCommands(registry)))
+        await asyncio.sleep(0.05)
+        for _ in range(steps):
+            await asyncio.sleep(0)
         task.cancel()
-        await asyncio.wait([task], timeout=0.1)
-    await registry.close()
-    assert heard
+        await asyncio.wait([task], timeout=1.0)
+        heard = task.done()
+        while not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=0.1)
+        await registry.close()
+        assert heard, steps

@@ -21,12 +21,13 @@ from baton.engine.cpu.parallel.selftest import prepare_ranks
 from baton.engine.cpu.parallel.shard import lead
 from baton.engine.cpu.runner import CpuRunner
 from baton.engine.cpu.selftest import attention_tiling, numerics_id, verify_exact
-from baton.engine.loading.memory import give_back_memory, pool_geometry
+from baton.engine.loading.memory import pool_geometry
 from baton.engine.loading.weights import Progress
 from baton.engine.numerics import DTYPES, numerics_of
 from baton.engine.sampling.grammars import Grammars
 from baton.engine.settings import EngineSettings
 from baton.model.artifact import ModelArtifact, ModelError
+from baton.telemetry.process_memory import give_back
 from baton.types.geometry import KvGeometry
 
 _LOG = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def build_cpu_runner(
         shared_pool=True,
         cores=cores,
     )
-    give_back_memory()
+    give_back()
     if cores is not None:
         cores.lend()
     context = settings.max_context_tokens

@@ -6,12 +6,12 @@ from baton.engine.cpu.decoder import Decoder
 from baton.engine.cpu.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
 from baton.engine.cpu.parallel.shard import Shard
 from baton.engine.cpu.quantised import packer
-from baton.engine.loading.memory import give_back_memory
 from baton.engine.loading.open import open_weights
 from baton.engine.loading.weights import Progress, all_rows, silent
 from baton.engine.numerics import DTYPES, Numerics
 from baton.model.artifact import ModelArtifact
 from baton.model.model_config import ModelConfig
+from baton.telemetry.process_memory import give_back
 
 _GIVE_BACK_BYTES = 4 << 20
 
@@ -58,7 +58,7 @@ def load_model(
         packed_bytes += weight.nbytes
         if packed_bytes >= _GIVE_BACK_BYTES:  # otherwise the gaps that packing leaves add up
             packed_bytes = 0
-            give_back_memory()
+            give_back()
         return layer
 
     if shard is None and quantisation == "none":
@@ -71,7 +71,7 @@ def load_model(
         if shard is not None:
             shard.load()  # converted weights are in the cache now
         model = Decoder(artifact.config, weights, DTYPES[dtype], pack, label, shard)
-    give_back_memory()
+    give_back()
     return model
 
 

@@ -18,7 +18,6 @@ import torch
 from gguf.quants import dequantize
 
 from baton.engine.loading.file_lock import exclusively
-from baton.engine.loading.memory import give_back_memory
 from baton.engine.loading.safetensors_file import (
     Layout,
     SafetensorsFile,
@@ -32,6 +31,7 @@ from baton.engine.numerics import DTYPES
 from baton.folders import cache_root
 from baton.model.artifact import ModelArtifact, ModelError
 from baton.model.gguf_file import GgufTensor, open_gguf
+from baton.telemetry.process_memory import give_back
 
 _CACHE_FORMAT = 3
 _CHUNK_ELEMENTS = 1 << 19  # elements dequantised at once: numpy needs about 30 bytes each
@@ -69,7 +69,7 @@ def _converted(
     """Convert and cache the weights; without a cache, convert while reading."""
     converters = _converters(artifact, table, dtype, files)
     _write_cache(path, _layout(table, dtype), artifact, converters, progress)
-    give_back_memory()
+    give_back()
     return _open_cache(path, _layout(table, dtype), files) or converters
 
 

@@ -13,7 +13,6 @@ parallelism it is the sum over the rank processes, which share one pool. The con
 ``tests/fleet/test_capacity.py`` compares the sum with real processes.
 """
 
-import ctypes
 import math
 from dataclasses import dataclass, replace
 
@@ -358,10 +357,3 @@ def automatic_blocks(
     left = free_bytes / max(workers, 1) - need.total - need.loading
     blocks = int(left * _AUTO_SHARE / block_bytes)
     return max(min(blocks, useful_blocks), _MIN_BLOCKS)
-
-
-def give_back_memory() -> None:
-    """Return freed memory to the system; glibc would keep up to 200 MB."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

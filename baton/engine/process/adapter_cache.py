@@ -61,7 +61,7 @@ class AdapterCache(Generic[T]):
         load: list[AdapterRef] = []
         ready: list[T] = []
         short = False  # an earlier request waits for a slot
-        if not any(self._absent(ref.digest) for ref, _ in self._waiting.values()):
+        if {ref.digest for ref, _ in self._waiting.values()} <= {*self._loaded, *self._loading}:
             self._leaving = None
         for request_id, (ref, item) in list(self._waiting.items()):
             digest = ref.digest
@@ -86,9 +86,6 @@ class AdapterCache(Generic[T]):
     def held(self) -> int:
         """Number of loaded adapters."""
         return len(self._loaded)
-
-    def _absent(self, digest: str) -> bool:
-        return digest not in self._loaded and digest not in self._loading
 
     def _use(self, request_id: str, digest: str) -> None:
         del self._waiting[request_id]

@@ -140,7 +140,8 @@ class EngineClient:
             undo.push_async_callback(tasks.close)
             settings = settings.on(len(os.sched_getaffinity(0)))
             taken = await take_engine(settings)
-            pool_fds = taken[2] if taken else [pool_file() for _ in range(_pool_count(settings))]
+            count = settings.tensor_parallel if settings.own_pools else 1
+            pool_fds = taken[2] if taken else [pool_file() for _ in range(count)]
             try:
                 process: EngineProcess
                 process, control = taken[:2] if taken else await _spawn(settings, pool_fds, stderr)
@@ -239,11 +240,6 @@ class EngineClient:
         await asyncio.wait([listening], timeout=_DRAIN_S)
         if not self.exited.done():
             self.exited.set_result(code)
-
-
-def _pool_count(settings: EngineSettings) -> int:
-    """Return the number of pools on this host; remote ranks have theirs on other hosts."""
-    return settings.tensor_parallel if settings.own_pools else 1
 
 
 def _seal(pool_fd: int, *, alone: bool) -> None:

@@ -45,7 +45,8 @@ def requested_grammar(
 
     ``levels`` are those of tools whose schemas are relaxed.
     """
-    shapes = [*_response_format(body), *_guided(body), *_structured_outputs(body)]
+    given = (body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+    shapes = [*_response_format(body), *_of("guided_", *given), *_structured_outputs(body)]
     if len(shapes) > 1:
         names = " and ".join(sorted({shape.param for shape in shapes}))
         raise InvalidRequestError(
@@ -126,12 +127,6 @@ def checked_schema(body: GenerationBody) -> str:
     if given.json_schema.strict is not False or not isinstance(schema, dict):
         return ""
     return json.dumps(schema) if checked_afterwards(schema) else ""
-
-
-def _guided(body: GenerationBody) -> list[RequestedGrammar]:
-    return _of(
-        "guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar
-    )
 
 
 def _structured_outputs(body: GenerationBody) -> list[RequestedGrammar]:

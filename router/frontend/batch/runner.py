@@ -137,7 +137,8 @@ class _Run:
         # limits started lines of this batch
         self._lines = asyncio.Semaphore(runner.store.limits.at_once)
         self._max_line_bytes = runner.router.settings.max_body_bytes
-        self._headers = _headers_of(batch.tenant, runner.router.access.own_key)
+        own_key = runner.router.access.own_key  # calls fail when the tenant has no API key any more
+        self._headers = {"authorization": f"Bearer {own_key}", "x-baton-tenant": batch.tenant}
         self._metrics = runner.router.metrics
         self._enough = asyncio.Event()  # cancelled, no space, or the record is gone
         self._saved_s = 0.0
@@ -334,8 +335,3 @@ def _error_of(answer: httpx.Response) -> BatonError:
     except (ValueError, LookupError, TypeError):
         code = UnavailableError.code
     return from_code(code, "")
-
-
-def _headers_of(tenant: str, own_key: str) -> dict[str, str]:
-    """Return the headers of a tenant's calls, which fail if the tenant has no API key any more."""
-    return {"authorization": f"Bearer {own_key}", "x-baton-tenant": tenant}

@@ -261,7 +261,8 @@ class Shortlist:
             (wait_per_s("prefill"), wait_per_s("decode")),
             tiers=tiers,
             avoid=workers.index_of_incarnation.get(avoid, -1),
-            first=self._random_start(),
+            # numpy takes longer for a random number than for all prices
+            first=int(self._random.random() * len(workers.usable)),
         )
         compared = {index: workers.reported[index] for pair in pairs for index in pair}
         all_booked = self._booked
@@ -281,10 +282,6 @@ class Shortlist:
                 pricing.book(index, load)
                 if not any(load):
                     del self._booked[index]
-
-    def _random_start(self) -> int:
-        """Return a random index; numpy takes longer for it than for all prices."""
-        return int(self._random.random() * len(self._workers.usable))
 
     def best(
         self,

@@ -158,7 +158,9 @@ def facts_of(active: ActiveRequest) -> Facts:
     record = active.record
     times = active.record.times
     over = active.delivered_ns > 0
-    computes = active.prefill_id or active.decode_id or _placed_on(active)
+    placement = active.placement
+    placed_on = placement.chosen.computes.worker_id if placement is not None else ""
+    computes = active.prefill_id or active.decode_id or placed_on
     route = record.route
     if route is not None:
         computes = route.prefill_worker_id or computes
@@ -201,10 +203,6 @@ def facts_of(active: ActiveRequest) -> Facts:
         stalls_s=tuple(gap.seconds for gap in gaps.longest),
         stalled_before_token=gaps.longest[0].before_token if gaps.longest else 0,
     )
-
-
-def _placed_on(active: ActiveRequest) -> str:
-    return active.placement.chosen.computes.worker_id if active.placement is not None else ""
 
 
 def _phases_so_far(active: ActiveRequest) -> dict[str, float]:

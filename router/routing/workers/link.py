@@ -224,7 +224,7 @@ class WorkerLink:
             while True:
                 heard_before = self.heard_ns
                 before = shown
-                shown = self._credentials()
+                shown = self._tls.channel_credentials() if self._tls is not None else None
                 if channel is None or shown is not before:
                     if channel is not None:  # a submission may still be under way there
                         self._tasks.spawn(channel.close(_RETIRED_S), "retired channel")
@@ -245,9 +245,6 @@ class WorkerLink:
         finally:
             if channel is not None:
                 await channel.close(grace=None)
-
-    def _credentials(self) -> grpc.ChannelCredentials | None:
-        return self._tls.channel_credentials() if self._tls is not None else None
 
     def _note_distrust(self, reason: str) -> None:
         self.distrust = distrust(reason)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -97,6 +96,8 @@ def test_logits_are_those_of_the_merged_weights_in_transformers(tmp_path: Path, 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # PEFT asks for it
 def test_peft_computes_the_same_from_the_files_that_it_saves(tmp_path: Path) -> None:
+    import peft  # it takes seconds, and every process of a run reads this file
+
     theirs = tiny.build("llama")
     artifact = resolve_model(str(tiny.save(theirs, tmp_path / "base")))
     settings = peft.LoraConfig(

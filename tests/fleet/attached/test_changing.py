@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import psutil
@@ -104,33 +105,64 @@ def baton(fleet: AttachedFleet, *words: str) -> "subprocess.CompletedProcess[str
     )
 
 
-def test_the_process_of_the_servers_is_one_and_comes_back(
-    thread: ServerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Listed(NamedTuple):
+    """A fleet of two servers by their addresses."""
+
+    fleet: AttachedFleet
+    servers: list[Emulated]
+    thread: ServerThread
+
+
+@pytest.fixture(scope="module")
+def listed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listed]:
+    thread = ServerThread()
     servers = [thread.start(replace(LIKE)) for _ in range(2)]
-    fleet = AttachedFleet(tmp_path, [one.url for one in servers])
+    fleet = AttachedFleet(tmp_path_factory.mktemp("listed"), [one.url for one in servers])
     try:
         fleet.wait_ready()
-        monkeypatch.setenv("BATON_HOME", str(tmp_path))
-        state = fleet_state.load("attached")
-        assert state is not None
-        supervisor = psutil.Process(state.supervisor.pid)
-        programs = [json.dumps(child.cmdline()) for child in supervisor.children(recursive=True)]
-        assert sum("fleet.attached.process" in program for program in programs) == 1
-        assert not any("ray" in program.replace("array", "") for program in programs)
-        (attached,) = [c for c in supervisor.children() if "fleet.attached.process" in c.cmdline()]
-        assert "torch" not in "".join(one.path for one in attached.memory_maps())
-        response = Background(lambda: fleet.complete(60))
-        wait_for(lambda: any(has_prompt(one) for one in servers), 10)
-        attached.send_signal(signal.SIGKILL)
-        with pytest.raises(AssertionError, match="worker_lost"):  # it had all the workers
-            response.result()
-        fleet.wait_for_servers(*servers)
-        assert fleet.complete(4) == expected(4)
-        all_of_them = supervisor.children(recursive=True)
+        yield Listed(fleet, servers, thread)
+        processes = psutil.Process(fleet.served.process.pid).children(recursive=True)
     finally:
         fleet.close()
-    assert psutil.wait_procs(all_of_them, 5)[1] == []
+        thread.close()
+    assert psutil.wait_procs(processes, 5)[1] == []
+
+
+def test_the_process_of_the_servers_is_one_and_comes_back(
+    listed: Listed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, servers, _ = listed
+    monkeypatch.setenv("BATON_HOME", str(fleet.folder))
+    state = fleet_state.load("attached")
+    assert state is not None
+    supervisor = psutil.Process(state.supervisor.pid)
+    programs = [json.dumps(child.cmdline()) for child in supervisor.children(recursive=True)]
+    assert sum("fleet.attached.process" in program for program in programs) == 1
+    assert not any("ray" in program.replace("array", "") for program in programs)
+    (attached,) = [c for c in supervisor.children() if "fleet.attached.process" in c.cmdline()]
+    assert "torch" not in "".join(one.path for one in attached.memory_maps())
+    response = Background(lambda: fleet.complete(60))
+    wait_for(lambda: any(has_prompt(one) for one in servers), 10)
+    attached.send_signal(signal.SIGKILL)
+    with pytest.raises(AssertionError, match="worker_lost"):  # it had all the workers
+        response.result()
+    fleet.wait_for_servers(*servers)
+    assert fleet.complete(4) == expected(4)
+
+
+@pytest.mark.costly
+def test_a_running_fleet_takes_a_changed_list(listed: Listed) -> None:
+    fleet, _, thread = listed
+    file = fleet.folder / "fleet.yaml"
+    config = json.loads(file.read_text())
+    another, absent = (thread.start(replace(LIKE)) for _ in range(2))
+    absent.stop()
+    config["pools"]["vllm"]["servers"] = [another.url, absent.url]
+    file.write_text(json.dumps(config))
+    done = baton(fleet, "up", str(file), "--reconcile")
+    assert done.returncode == 0, done.stdout + done.stderr
+    fleet.wait_for_servers(another)
+    assert fleet.complete(4) == expected(4)
 
 
 def test_a_fleet_of_unfit_servers_does_not_start(thread: ServerThread, tmp_path: Path) -> None:
@@ -141,25 +173,6 @@ def test_a_fleet_of_unfit_servers_does_not_start(thread: ServerThread, tmp_path:
     examined = baton(fleet, "doctor", str(tmp_path / "fleet.yaml"), "--json")
     found = {one["name"]: one for one in json.loads(examined.stdout)}
     assert "--enable-scale-out" in found[server.url.removeprefix("http://")]["text"]
-
-
-@pytest.mark.costly
-def test_a_running_fleet_takes_a_changed_list(thread: ServerThread, tmp_path: Path) -> None:
-    servers = [thread.start(replace(LIKE)) for _ in range(2)]
-    fleet = AttachedFleet(tmp_path, [servers[0].url])
-    try:
-        fleet.wait_ready()
-        config = json.loads((tmp_path / "fleet.yaml").read_text())
-        absent = thread.start(replace(LIKE))
-        absent.stop()
-        config["pools"]["vllm"]["servers"] = [servers[1].url, absent.url]
-        (tmp_path / "fleet.yaml").write_text(json.dumps(config))
-        done = baton(fleet, "up", str(tmp_path / "fleet.yaml"), "--reconcile")
-        assert done.returncode == 0, done.stdout + done.stderr
-        fleet.wait_for_servers(servers[1])
-        assert fleet.complete(4) == expected(4)
-    finally:
-        fleet.close()
 
 
 def test_serve_needs_no_file_but_the_model_if_its_folder_is_elsewhere(

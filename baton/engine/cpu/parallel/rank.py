@@ -28,12 +28,12 @@ from baton.engine.cpu.parallel import rank_processes as ranks
 from baton.engine.cpu.parallel.shard import Group, Shard
 from baton.engine.cpu.runner import CpuRunner
 from baton.engine.ipc import FrameReader, map_pool
-from baton.engine.loading.memory import give_back_memory
 from baton.engine.models.lora import Adapter
 from baton.engine.numerics import DTYPES, Numerics, numerics_of
 from baton.engine.parent import die_with_parent
 from baton.engine.settings import EngineSettings
 from baton.model.artifact import ModelArtifact, resolve_model
+from baton.telemetry.process_memory import give_back
 from baton.types.errors import BatonError
 from baton.types.params import AdapterRef
 
@@ -122,7 +122,7 @@ class Rank:
             adapters=self._adapters,
             shared_pool=order.shared,
         )
-        give_back_memory()
+        give_back()
         return runner
 
 
