@@ -15,18 +15,27 @@ from baton.model.model_config import (
 )
 
 _GEMMA_LOCAL_THETA = 10_000.0
-_GEMMA_PATTERN = 6  # each sixth layer has no window
+_PATTERNS = {"gemma3": 6, "gpt_oss": 2}  # each sixth, or second, layer has no window
+_NO_ROPE_STEP = 4  # each fourth layer of SmolLM3 has no RoPE
+_MIXTURES = ("qwen3_moe", "gpt_oss")
 _YARN = {  # llama.cpp's key -> Hugging Face's
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
 
-_HARMLESS_ROPE = {  # options that no supported family uses, with their neutral values
-    "attn_factor": (1.0,),
-    "yarn_attn_factor": (1.0,),
-    "yarn_ext_factor": (1.0, -1.0),
-    "yarn_log_multiplier": (0.0,),
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # of options that no supported family uses
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "attention.causal": (True,),
+    "expert_group_count": (0,),
+    "nextn_predict_layers": (0,),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
 }
+_WIDTHS = ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa")
+_ROTATED = ("rope.dimension_count", "rope.dimension_count_swa")
 
 
 def refuse_unsupported(path: Path, architecture: str, meta: Mapping[str, Any]) -> None:
@@ -34,19 +43,20 @@ def refuse_unsupported(path: Path, architecture: str, meta: Mapping[str, Any]) -
     where = f"{path}: architecture {architecture}"
     refuse_family(where, architecture, GGUF_FAMILIES)
     experts = int(meta.get(f"{architecture}.expert_count", 0))
-    if experts and GGUF_FAMILIES[architecture] != "qwen3_moe":
+    if experts and GGUF_FAMILIES[architecture] not in _MIXTURES:
         raise ModelError(f"{where}: mixture of experts is not supported")
     refuse_rope(where, _rope_type(architecture, meta))
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if value := meta.get(f"{architecture}.{key}"):
+    for key, neutral in _NEUTRAL.items():
+        value = meta.get(f"{architecture}.{key}", neutral[0])
+        if value not in neutral:
             raise ModelError(f"{where}: {key} = {value} is not supported")
     for key in ("attention.head_count_kv", "feed_forward_length", "attention.head_count"):
         if isinstance(meta.get(f"{architecture}.{key}"), list):
             raise ModelError(f"{where}: {key} with different values per layer is not supported")
-    for key, harmless in _HARMLESS_ROPE.items():
-        value = meta.get(f"{architecture}.rope.scaling.{key}", harmless[0])
-        if value not in harmless:
-            raise ModelError(f"{where}: rope.scaling.{key} = {value} is not supported")
+    base = meta.get(f"{architecture}.rope.freq_base")
+    local = meta.get(f"{architecture}.rope.freq_base_swa", base)
+    if local != base and GGUF_FAMILIES[architecture] != "gemma3":
+        raise ModelError(f"{where}: rope.freq_base_swa = {local} is not supported")
     _refuse_dimensions(where, architecture, meta)
 
 
@@ -56,16 +66,21 @@ def _refuse_dimensions(where: str, architecture: str, meta: Mapping[str, Any]) -
 
     heads = value("attention.head_count", 1)
     dim = value("attention.key_length", value("embedding_length", 0) // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in (*_WIDTHS, *_ROTATED):
         if (other := value(key, dim)) != dim:
             raise ModelError(f"{where}: {key} = {other} is not supported (heads are {dim} wide)")
 
 
 def _rope_type(architecture: str, meta: Mapping[str, Any]) -> str:
-    factor = float(meta.get(f"{architecture}.rope.scaling.factor", 0.0))
+    factor = _rope_factor(architecture, meta)
     default = "linear" if factor else "none"  # llama.cpp: a factor alone is linear scaling
     kind = str(meta.get(f"{architecture}.rope.scaling.type", default))
     return "default" if kind == "none" else kind
+
+
+def _rope_factor(architecture: str, meta: Mapping[str, Any]) -> float:
+    old = meta.get(f"{architecture}.rope.scale_linear", 0.0)
+    return float(meta.get(f"{architecture}.rope.scaling.factor", old))
 
 
 def read_config(
@@ -88,7 +103,7 @@ def read_config(
     heads = int(value("attention.head_count"))
     layers = int(value("block_count"))
     head_dim = int(value("attention.key_length", int(value("embedding_length")) // heads))
-    mixture = family == "qwen3_moe"
+    mixture = family in _MIXTURES
     gemma = family == "gemma3"
     scaling = _rope_scaling(architecture, meta)
     return ModelConfig(
@@ -105,7 +120,10 @@ def read_config(
         rope_theta=float(value("rope.freq_base", 10_000.0)),
         rope_scaling=scaling,
         local_rope_theta=float(value("rope.freq_base_swa", _GEMMA_LOCAL_THETA)) if gemma else None,
-        layer_windows=_layer_windows(architecture, meta, layers) if gemma else (),
+        rope_layers=tuple((i + 1) % _NO_ROPE_STEP != 0 for i in range(layers))
+        if family == "smollm3"
+        else (),
+        layer_windows=_layer_windows(architecture, meta, layers, _PATTERNS.get(family)),
         query_scale=_gemma_27b_scale(layers, heads, int(value("embedding_length")))
         if gemma
         else None,
@@ -113,7 +131,8 @@ def read_config(
         rms_norm_eps=float(value("attention.layer_norm_rms_epsilon")),
         num_experts=int(value("expert_count")) if mixture else 0,
         experts_per_token=int(value("expert_used_count")) if mixture else 0,
-        normalise_experts=mixture and bool(value("expert_weights_norm", True)),
+        normalise_experts=family == "gpt_oss"
+        or (mixture and bool(value("expert_weights_norm", True))),
         max_context_tokens=int(value("context_length")),
         tie_word_embeddings="output.weight" not in shapes,
         bos_token_id=token_id(meta, "bos"),
@@ -127,10 +146,12 @@ def _gemma_27b_scale(layers: int, heads: int, hidden: int) -> float | None:
 
 
 def _layer_windows(
-    architecture: str, meta: Mapping[str, Any], layers: int
+    architecture: str, meta: Mapping[str, Any], layers: int, usual: int | None
 ) -> tuple[int | None, ...]:
+    if usual is None:
+        return ()
     window = int(meta.get(f"{architecture}.attention.sliding_window", 0)) or None
-    pattern = meta.get(f"{architecture}.attention.sliding_window_pattern", _GEMMA_PATTERN)
+    pattern = meta.get(f"{architecture}.attention.sliding_window_pattern", usual)
     if isinstance(pattern, list):
         return windows(window, [bool(local) for local in pattern])
     return windows(window, [bool((i + 1) % int(pattern)) for i in range(layers)])
@@ -146,7 +167,8 @@ def _rope_scaling(architecture: str, meta: Mapping[str, Any]) -> dict[str, Any] 
         for key, value in meta.items()
         if key.startswith(f"{architecture}.rope.scaling.")
     }
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": float(found.get("factor", 1.0))}
+    factor = _rope_factor(architecture, meta) or 1.0
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "linear":
         return scaling
     trained = meta.get(f"{architecture}.context_length", 0)

@@ -32,6 +32,8 @@ GGUF_FAMILIES = {
     "qwen3": "qwen3",
     "gemma3": "gemma3",
     "qwen3moe": "qwen3_moe",
+    "smollm3": "smollm3",
+    "gpt-oss": "gpt_oss",
 }
 """``general.architecture`` of GGUF -> file in ``baton/engine/models``."""
 

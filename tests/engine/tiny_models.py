@@ -118,7 +118,10 @@ _ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
+_ADJACENT = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.SMOLLM3)
 
 
 def save_gguf(model: Any, path: Path, *, divisors: np.ndarray | None = None) -> Path:
@@ -136,7 +139,7 @@ def save_gguf(model: Any, path: Path, *, divisors: np.ndarray | None = None) -> 
             raise ValueError(f"gguf has no name for {key}")
         if arch is gguf.MODEL_ARCH.GEMMA3 and key.endswith("norm.weight"):
             weight = weight + 1
-        if arch is gguf.MODEL_ARCH.LLAMA and key.endswith(("q_proj.weight", "k_proj.weight")):
+        if arch in _ADJACENT and key.endswith(("q_proj.weight", "k_proj.weight")):
             count = config.num_attention_heads if ".q_proj" in key else config.num_key_value_heads
             halves = weight.reshape(count, 2, -1, weight.shape[1])
             weight = halves.swapaxes(1, 2).reshape(weight.shape)
@@ -155,7 +158,18 @@ def _merged_experts(state: dict[str, torch.Tensor], config: Any) -> dict[str, np
     out = {}
     for key, tensor in state.items():
         weight = tensor.numpy()
-        if key.endswith("experts.gate_up_proj"):
+        if config.model_type == "gpt_oss" and ".experts." in key:
+            weight = weight.swapaxes(1, -1)  # outputs first; a bias has no inputs
+            stem, _, kind = key.rpartition(".")
+            kind = f"{kind}.weight".replace("_bias.weight", ".bias")
+            if kind.startswith("down"):
+                out[f"{stem}.{kind}"] = weight
+                continue
+            out[f"{stem}.{kind.replace('gate_up', 'gate')}"] = weight[:, ::2]
+            out[f"{stem}.{kind.replace('gate_up', 'up')}"] = weight[:, 1::2]
+        elif key.endswith("sinks"):
+            out[f"{key}.weight"] = weight
+        elif key.endswith("experts.gate_up_proj"):
             stem = key.removesuffix("gate_up_proj")
             f = config.moe_intermediate_size
             out[f"{stem}gate_proj.weight"] = weight[:, :f]
@@ -190,10 +204,13 @@ def _write_numbers(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma3_text":
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([t == "sliding_attention" for t in config.layer_types])
-    if config.model_type == "qwen3_moe":
-        writer.add_expert_count(config.num_experts)
+    if config.model_type == "gpt_oss":
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type in ("qwen3_moe", "gpt_oss"):
+        width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_feed_forward_length(width)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     writer.add_eos_token_id(2)

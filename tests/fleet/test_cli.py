@@ -209,15 +209,15 @@ def test_adapters_are_checked_with_the_model(tmp_path: Path) -> None:
     assert code == 1 and "nowhere: not a directory" in text.replace("\n", "")
 
 
-def test_experts_are_served_by_one_rank_and_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_not_split_over_more_ranks_than_it_has_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = resolve_model(DEFAULT_MODEL)
-    mixed = replace(plain, config=replace(plain.config, num_experts=4))
-    monkeypatch.setattr("baton.model.artifact.resolve_model", lambda reference, **_: mixed)
+    few = replace(plain, config=replace(plain.config, num_heads=2, num_kv_heads=1))
+    monkeypatch.setattr("baton.model.artifact.resolve_model", lambda reference, **_: few)
     assert "llama" in describe_model(FleetConfig()).text
-    with pytest.raises(
-        ValueError, match="tensor_parallel = 2: a mixture of experts cannot be split"
-    ):
-        describe_model(FleetConfig(pools=PoolsConfig.model_validate({"tensor_parallel": 2})))
+    with pytest.raises(ValueError, match=r"tensor_parallel = 4: .*heads"):
+        describe_model(FleetConfig(pools=PoolsConfig.model_validate({"tensor_parallel": 4})))
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,6 @@ TAIL = """
 
 | combination | refused at | reason |
 |---|---|---|
-| `tensor_parallel` and a mixture of experts | worker start | experts are not split |
 | `tensor_parallel` and int4 weights | worker start | the 4-bit kernel is not proven by columns |
 | `tensor_parallel` and a width whose proof fails | worker start | bits would differ |
 | int4 weights and `dtype: fp32` | worker start | the kernel needs bf16 |

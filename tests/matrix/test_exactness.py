@@ -66,8 +66,9 @@ def test_every_pair_on_a_tiny_model(tiny: Rig, case: Case) -> None:
     check(tiny, case)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", ["smollm3", "gpt_oss"])
-def test_every_pair_on_one_rank_of_other_families(tmp_path: Path, family: str) -> None:
+def test_every_pair_of_other_families(tmp_path: Path, family: str) -> None:
     tokenizer = Path(write_tiny(tmp_path / "llama")) / "tokenizer.json"
     model = tiny_models.save(tiny_models.build(family), tmp_path / "model")
     (model / "tokenizer.json").write_bytes(tokenizer.read_bytes())
@@ -77,7 +78,7 @@ def test_every_pair_on_one_rank_of_other_families(tmp_path: Path, family: str) -
     competitor = [5 + (i * i) % 200 for i in range(COMPETITOR_TOKENS)]
     rig = Rig(str(model), adapter, GRAMMAR, prompt, competitor)
     for case in every_pair():
-        check(rig, replace(case, ranks=1))
+        check(rig, replace(case, ranks=min(case.ranks, 2)))
     rig.close()
 
 

@@ -116,16 +116,22 @@ class Decoder:
             parts.clear()
             return pack(names[0], weight)
 
+        def bias(*names: str) -> torch.Tensor | None:
+            parts = [weights.pop(f"layers.{index}.{name}_bias", None) for name in names]
+            given = [part for part in parts if part is not None]
+            return torch.cat(given) if given else None
+
         vectors = take_vectors(weights, index, self.local)
         mlp: _Dense | Experts
         if c.num_experts:
             stems = [f"experts.{j}." for j in range(c.num_experts)]
-            gates = ("gate_up",) if self._family.joined_experts else ("gate", "up")
-            products = ["router", *(f"{stem}{n}" for stem in stems for n in ("gate_up", "down"))]
-            biases = {name: weights.pop(f"layers.{index}.{name}_bias", None) for name in products}
+            biases = {"router": bias("router")}
+            for stem in stems:
+                biases[f"{stem}gate_up"] = bias(f"{stem}gate", f"{stem}up")
+                biases[f"{stem}down"] = bias(f"{stem}down")
             mlp = Experts(
                 router=linear("router"),
-                gate_up=[linear(*(f"{stem}{name}" for name in gates)) for stem in stems],
+                gate_up=[linear(f"{stem}gate", f"{stem}up") for stem in stems],
                 down=[linear(f"{stem}down") for stem in stems],
                 chosen=c.experts_per_token,
                 normalise=c.normalise_experts,

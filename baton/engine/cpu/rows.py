@@ -108,14 +108,14 @@ class TorchRows:
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """Multiply the activation of the first half by the second: ``[T, 2 F] -> [T, F]``."""
-        if activation == "swiglu_clamped":  # rows alternate
-            x = gate_up[:, ::2].float().clamp(max=_CLAMP)
-            up = gate_up[:, 1::2].float().clamp(-_CLAMP, _CLAMP) + 1.0
-            return (x * sigmoid(x * _SWIGLU_GAIN) * up).to(self.dtype)
         x, up = gate_up.float().chunk(2, dim=1)
-        # GELU by tanh: 1 + tanh(u) is 2 sigmoid(2 u)
-        inner = x if activation == "silu" else (x * x * 0.044715 + 1.0) * x * _TWICE_ROOT_2_PI
-        return (x * sigmoid(inner) * up).to(gate_up.dtype)
+        if activation == "swiglu_clamped":
+            x = x.clamp(max=_CLAMP)
+            up = up.clamp(-_CLAMP, _CLAMP) + 1.0
+            inner = x * _SWIGLU_GAIN
+        else:  # GELU by tanh: 1 + tanh(u) is 2 sigmoid(2 u)
+            inner = x if activation == "silu" else (x * x * 0.044715 + 1.0) * x * _TWICE_ROOT_2_PI
+        return (x * sigmoid(inner) * up).to(self.dtype)
 
 
 _CLAMP = 7.0

@@ -113,7 +113,8 @@ def _dequantised(
     """
     shape = tuple(reversed(tensor.shape))[0 if part is None else 1 :]
     if len(shape) == 1:
-        return torch.from_numpy(_values(file, tensor, 0, tensor.size_bytes)[rows].copy())
+        size = tensor.size_bytes * shape[0] // tensor.n_elements
+        return torch.from_numpy(_values(file, tensor, (part or 0) * size, size)[rows].copy())
     row_bytes = tensor.size_bytes * shape[1] // tensor.n_elements
     begin = (part or 0) * shape[0] * row_bytes
     first, last, _ = rows.indices(shape[0])

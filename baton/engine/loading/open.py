@@ -88,13 +88,20 @@ def _open_safetensors(
     _drop_zero_biases(table, tensors)
     check_table(artifact, table, tensors, lambda entry: _problem(entry, tensors[entry.source]))
 
+    latest: dict[tuple[str, int], torch.Tensor] = {}  # expert, of which up follows gate
+
     def read(entry: WeightName) -> torch.Tensor:
         stored = tensors[entry.source]
-        if entry.part is None:
+        if entry.part is None or entry.turn is None:
             weight = stored[rows(entry.name)]
         else:
-            weight = stored[slice(entry.part, entry.part + 1)][0]
-            weight = weight if weight.ndim == 1 else weight.T  # inputs first
+            expert = entry.source, entry.part
+            if expert not in latest:
+                latest.clear()
+                latest[expert] = stored[slice(entry.part, entry.part + 1)][0]
+            first, step = entry.turn
+            weight = latest[expert].T if latest[expert].ndim > 1 else latest[expert]
+            weight = weight[first::step][rows(entry.name)]
         return finished(entry, weight, dtype, artifact.config.head_dim)
 
     readers = {entry.name: partial(read, entry) for entry in table}

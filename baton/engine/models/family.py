@@ -11,7 +11,6 @@ biases, one with ``router`` is a mixture of experts.
     q_norm, k_norm                  RMS norms of each head, before RoPE (Qwen3, Gemma 3)
     gate, up, down                  the gated feed-forward part
     router, experts.J.gate ...      N gated feed-forward parts, J = 0 ... N - 1, and their router
-    experts.J.gate_up               both in one, with alternating rows (gpt-oss)
     sinks                           score without a value of each query head (gpt-oss)
 """
 
@@ -42,7 +41,8 @@ class Family:
             the Llama family adjacent and keeps the others in halves, as Hugging Face does.
         unit_norms: Norms multiply with ``1 + w``; safetensors contain ``w``, GGUF ``1 + w``.
         scale_embedding: Embeddings are multiplied with the square root of their width.
-        joined_experts: Safetensors have all experts in one tensor, with inputs before outputs.
+        joined_experts: Safetensors have all experts in one tensor, with inputs before outputs, and
+            outputs of gate and up by turns.
     """
 
     name: str
@@ -60,6 +60,7 @@ class WeightName:
 
     Attributes:
         part: Index in the artifact's first dimension, if all experts are in one tensor.
+        turn: First output and step in that tensor, if others have outputs between these.
         pairs: Whether rows are in halves and must become adjacent (``baton.engine.models.rope``).
         add_one: Whether the artifact contains ``w`` where the model needs ``1 + w``.
     """
@@ -68,13 +69,15 @@ class WeightName:
     source: str
     shape: tuple[int, ...]
     part: int | None = None
+    turn: tuple[int, int] | None = None
     pairs: bool = False
     add_one: bool = False
 
     @property
     def own_shape(self) -> tuple[int, ...]:
         """Shape of this weight alone."""
-        return self.shape if self.part is None else self.shape[1:]
+        shape = self.shape if self.part is None else self.shape[1:]
+        return shape if self.turn is None else (shape[-1] // self.turn[1], *shape[:-1])
 
 
 def weights_of(family: Family, config: ModelConfig, file_format: str) -> list[WeightName]:
@@ -85,13 +88,16 @@ def weights_of(family: Family, config: ModelConfig, file_format: str) -> list[We
 
     def entry(name: str, kind: str, source: str, part: int | None = None) -> WeightName:
         shape = shapes[kind]
-        if family.joined_experts and part is not None:
-            shape = shape[::-1]
+        turn = None
+        if family.joined_experts and file_format != "gguf" and part is not None:
+            turn = _TURNS.get(kind.removesuffix("_bias"), (0, 1))
+            shape = (*shape[1:], shape[0] * turn[1])
         return WeightName(
             name,
             source,
             shape if part is None else (config.num_experts, *shape),
             part,
+            turn,
             pairs=halves and kind in _PAIRED,
             add_one=family.unit_norms and file_format != "gguf" and kind.endswith("norm"),
         )
@@ -120,6 +126,7 @@ def _instances(
         yield f"layers.{layer}.{name.format(j=j)}", pattern.format(i=layer, j=j), part
 
 
+_TURNS = {"gate": (0, 2), "up": (1, 2)}
 _PAIRED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 
 
@@ -148,8 +155,8 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         "mlp_norm": (e,),
         "router": (c.num_experts, e),
         "router_bias": (c.num_experts,),
-        "gate_up": (2 * f, e),
-        "gate_up_bias": (2 * f,),
+        "gate_bias": (f,),
+        "up_bias": (f,),
         "down_bias": (e,),
         "gate": (f, e),
         "up": (f, e),

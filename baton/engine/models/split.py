@@ -6,8 +6,6 @@ from baton.model.model_config import ModelConfig, ModelError
 
 def splits_of(config: ModelConfig, ranks: int) -> list[Split]:
     """Return every rank's part of a model; raise ``ModelError`` if there are too many ranks."""
-    if config.num_experts:
-        raise ModelError(f"tensor_parallel = {ranks}: a mixture of experts cannot be split")
     try:
         return splits(
             ranks,

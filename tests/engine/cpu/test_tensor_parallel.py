@@ -273,7 +273,7 @@ def test_smollm2_gives_the_bits_of_one_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mistral", "qwen2-window", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["mistral", "qwen2-window", "qwen3", "gemma3", "qwen3_moe"])
 def test_what_the_families_add_is_split_too(tmp_path: Path, name: str) -> None:
     """Biases, windows, norms of heads, scaled queries and a tied head."""
     from tests.engine import tiny_models

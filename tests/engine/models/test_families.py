@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -24,6 +25,7 @@ from baton.model.artifact import ModelError, resolve_model
 pytest.importorskip("transformers")
 
 from tests.engine import tiny_models as tiny
+from tests.engine.loading.test_loading import write_gguf
 
 LENGTH = 150  # six windows
 MAX_LOGIT_ERROR = 1e-4
@@ -74,12 +76,19 @@ def test_a_family_gives_the_logits_of_transformers(tmp_path: Path, name: str) ->
         assert error(logits_of(folder, tokens, cuts), model, tokens) < MAX_LOGIT_ERROR
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "mistral-no-window", "qwen2", "qwen3", "gemma3", "qwen3_moe"]
-)
+NOT_IN_GGUF: dict[str, dict[str, Any]] = {
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None},
+    "gpt_oss": {
+        "rope_parameters": {**tiny.MODELS["gpt_oss"][1]["rope_parameters"], "truncate": True}
+    },
+}
+TWINS = ["llama", "mistral-no-window", "qwen2", "qwen3", "gemma3", "qwen3_moe", "smollm3"]
+
+
+@pytest.mark.parametrize("name", [*TWINS, "gpt_oss"])
 def test_a_gguf_file_gives_the_logits_of_its_safetensors_twin(tmp_path: Path, name: str) -> None:
-    changes = {"query_pre_attn_scalar": 32} if name == "gemma3" else {}  # GGUF does not carry it
-    model = tiny.build(name, **changes)
+    model = tiny.build(name, **NOT_IN_GGUF.get(name, {}))
     path = tiny.save_gguf(model, tmp_path / "tiny.gguf")
     tokens = tiny.tokens(LENGTH)
     assert error(logits_of(path, tokens, (70,)), model, tokens) < MAX_LOGIT_ERROR
@@ -191,6 +200,34 @@ def test_a_token_of_a_mixture_does_not_depend_on_its_batch(tmp_path: Path, name:
         together = runner.hidden(StepPlan(tuple(batch)))
         for row, got in zip(batch, together, strict=True):
             assert same_bits(got, alone[row.sequence_id])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.causal", False),
+        ("rope.dimension_count_swa", 16),
+        ("rope.freq_base_swa", 5e3),
+        ("nextn_predict_layers", 1),
+        ("rope.scaling.yarn_attn_factor", 0.9),
+    ],
+)
+def test_metadata_of_gguf_that_changes_logits_is_refused_by_name(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        (writer.add_bool if value is False else add)(f"llama.{key}", value)
+
+    write_gguf(tmp_path / "m.gguf", change=change)
+    with pytest.raises(ModelError, match=rf"{key} = .* is not supported"):
+        resolve_model(str(tmp_path / "m.gguf"))
+
+
+def test_the_old_key_of_linear_scaling_in_gguf_is_read(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", change=lambda w: w.add_float32("llama.rope.scale_linear", 4.0))
+    scaling = resolve_model(str(tmp_path / "m.gguf")).config.rope_scaling
+    assert scaling == {"rope_type": "linear", "factor": 4.0}
 
 
 # --- refusals ----------------------------------------------------------------------------------

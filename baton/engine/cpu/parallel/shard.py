@@ -5,6 +5,7 @@
       output projection          columns of E     gather ─▶ added to x, whole
       gate and up, activation    columns of F     gather ─▶ activation whole
       down projection            columns of E     gather ─▶ added to x, whole
+      experts                    as gate, up and down; the router is whole on every rank
       LM head                    rows of V        gather at the leader
 
 Nothing is ever summed over ranks. So each number is the same dot product, over all of its inputs
@@ -237,13 +238,14 @@ class Shard:
         """Return the rows of a weight (canonical name) that this rank reads: its outputs."""
         s = self.split
         dim = self.config.head_dim
-        kind = name.rsplit(".", 1)[-1].removesuffix("_bias")
+        kind = name.rsplit(".", 1)[-1]
         if kind in ("embed", "head"):
             return self._vocabulary(kind)
         pieces = {"q": (s.heads, dim), "k": (s.kv_heads, dim), "v": (s.kv_heads, dim)}
-        pieces |= {"o": (s.hidden, 1), "down": (s.hidden, 1)}
-        pieces |= {"gate": (s.feed, 1), "up": (s.feed, 1)}
-        if kind not in pieces:  # norms: whole on every rank
+        pieces |= {"gate": (s.feed, 1), "up": (s.feed, 1), "sinks": (s.heads, 1)}
+        pieces |= {f"{split}_bias": piece for split, piece in pieces.items()}
+        pieces |= {"o": (s.hidden, 1), "down": (s.hidden, 1)}  # biases are added to whole results
+        if kind not in pieces:  # norms, a router: whole on every rank
             return slice(None)
         piece, size = pieces[kind]
         return slice(piece.start * size, piece.stop * size)
@@ -346,10 +348,11 @@ class Shard:
 
         ``qkv`` and ``gate_up`` stay split; their results are gathered later.
         """
-        if name == "down":
+        kind = name.rpartition(".")[2]
+        if kind == "down":
             x = self.group.gather(x, self._feed)
         y = product(x)
-        return self.group.gather(y, self._hidden) if name in ("o", "down") else y
+        return self.group.gather(y, self._hidden) if kind in ("o", "down") else y
 
     def logits(self, head: Linear, h_SE: torch.Tensor) -> torch.Tensor:
         """Return ``[S, V]`` at the leader; elsewhere ``h_SE`` gives the shape and is filled."""
