@@ -94,7 +94,7 @@ class _Open:
     limited: Counter[str] = field(default_factory=Counter)
 
 
-_COUNTED = tuple(name for name in _Open.__dataclass_fields__ if name not in ("ttft", "itl"))
+_COUNTED = ("generated_tokens", "prompt_tokens", "ended", "failed", "refused", "errors")
 
 
 class LiveSeries:
@@ -166,6 +166,8 @@ class LiveSeries:
             ttft_p99_s=ttft_p99_s,
             itl_p50_s=itl_p50_s,
             itl_p99_s=itl_p99_s,
+            handoffs=dict(now.handoffs),
+            limited=dict(now.limited),
             **{name: getattr(now, name) for name in _COUNTED},
             queued=queued,
             running=running,

@@ -50,7 +50,6 @@ _REASONS = {
     "error": (),
     "repetition": (),
 }
-
 _REFUSED = {"max_num_queued_reqs": ("queue_full", "slo_unreachable"), "max_num_queued_tokens": ()}
 
 

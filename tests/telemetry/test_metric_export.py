@@ -1,7 +1,8 @@
 """Metrics by OTLP, at a collector, with the names of the semantic conventions."""
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
@@ -93,6 +94,26 @@ async def test_metrics_arrive_with_values_buckets_and_attributes(
     per_token = found[gen_ai_metrics.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN].histogram
     assert list(per_token.data_points[0].explicit_bounds)[-1] == 2.5
     assert "error.type" not in {item.key for item in first.attributes}
+
+
+async def test_data_are_made_in_a_thread_from_gauges_of_the_event_loop(
+    collector: tuple[str, list[ExportMetricsServiceRequest]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take tens of milliseconds with many tenants, and streams waited."""
+    made: set[threading.Thread] = set()
+    gauged: set[threading.Thread] = set()
+    families = Metrics.families
+
+    def noted(metrics: Metrics) -> Iterable[object]:
+        made.add(threading.current_thread())
+        return families(metrics)
+
+    monkeypatch.setattr(Metrics, "families", noted)
+    metrics = Metrics("router", model="m")
+    metrics.before_page.append(lambda: gauged.add(threading.current_thread()))
+    await exported(metrics, collector)
+    assert made and threading.main_thread() not in made
+    assert gauged == {threading.main_thread()}
 
 
 @pytest.mark.parametrize(

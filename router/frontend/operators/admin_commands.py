@@ -23,7 +23,6 @@ from router.frontend.audited import source_of
 from router.process import Process
 
 _SUPERVISOR_VERBS = ("stop",)
-_SLEEP_LIMIT_S = 600.0
 _FREE = {"free_cpus", "free_gpus"}
 _OF_ALL = ("ping", "slots", "nodes", "restart", "roll", "close", "open")
 
@@ -88,7 +87,7 @@ def _add_sleep(api: Endpoints, router: Process, desks: Mapping[str, AdminCommand
         router.access.check_change(request.headers)
         for desk in desks.values():
             await _ask(desk, command, router.access.name(request.headers), source_of(request))
-        until_s = monotonic() + _SLEEP_LIMIT_S
+        until_s = monotonic() + 600.0
         while not await is_done():
             if monotonic() > until_s:
                 return False

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from baton.config.clients import ApiKeyConfig, SloConfig
 from baton.types.slo import Slo
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
+from tests.telemetry.values import value_of
 
 HARD = SloConfig(ttft_s=0.05, itl_s=1e-4)
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -66,7 +68,7 @@ async def test_outcomes_are_counted_by_tenant(make_fleet):
     assert (await call(fleet, x_baton_tenant="a")).status_code == 429
     relaxed = {"x-baton-slo-itl-ms": "1000", "x-baton-slo-ttft-ms": "5000"}
     assert (await call(fleet, x_baton_tenant="b", **relaxed)).status_code == 200
-    value = fleet.router.metrics.value
+    value = partial(value_of, fleet.router.metrics)
     name = "baton_slo_tenant_requests"
     await until(lambda: value(name, outcome="good", tenant="b") == 1)
     await until(lambda: value(name, outcome="refused", tenant="a") == 1)

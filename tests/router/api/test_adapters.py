@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from tests.engine.lora_files import write_adapter
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.conftest import OPS as FLEET
+from tests.telemetry.values import value_of
 
 __all__ = ["redis_server", "registry"]
 
@@ -118,7 +120,7 @@ async def test_requests_are_counted_by_adapter(make_fleet, served, path):
     for _ in range(2):
         await fleet.chat(model="pirate", max_tokens=3)
     await fleet.chat()
-    value = fleet.router.metrics.value
+    value = partial(value_of, fleet.router.metrics)
     await asyncio.sleep(0.05)
     assert value("baton_adapter_requests", adapter="pirate") == 2
     assert value("baton_adapter_generation_tokens", adapter="pirate") == 6

@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 import time
+from functools import partial
 
 import httpx
 import pytest
@@ -274,7 +275,7 @@ async def test_a_client_that_leaves_while_it_sends_is_499(serve, caplog):
     await asyncio.sleep(0.05)
     writer.close()
     labels = {"endpoint": "completions", "status": "499", "tenant": "all"}
-    value = router.router.metrics.value
+    value = partial(value_of, router.router.metrics)
     await until(lambda: value("baton_requests", **labels) == 1)
     assert value("baton_rejections", code="client_closed", tenant="all") == 1
     assert value("baton_requests", **(labels | {"status": "500"})) == 0

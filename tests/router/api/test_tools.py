@@ -1,11 +1,14 @@
 """What a chat may say about tools, and what is refused by name."""
 
+from functools import partial
+
 import pytest
 
 from router.served_model import ServedModel
 from tests.router.conftest import events_of, until
 from tests.router.emulated_worker import Script
 from tests.router.grammars import fits
+from tests.telemetry.values import value_of
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -229,7 +232,7 @@ async def test_what_no_grammar_follows_is_counted_where_it_was_not_kept(make_fle
     asked = {"type": "json_schema", "json_schema": {"schema": schema, "strict": False}}
     answer = await fleet.chat(response_format=asked, max_tokens=20)
     assert answer.json()["choices"][0]["message"]["content"] == "[1, 1]"
-    count = fleet.router.metrics.value
+    count = partial(value_of, fleet.router.metrics)
     await until(lambda: count("baton_schema_violations", keyword="uniqueItems") == 1)
     await fleet.chat(response_format={"type": "json_object"}, max_tokens=20)
     assert count("baton_schema_violations", keyword="uniqueItems") == 1
@@ -295,7 +298,7 @@ async def test_arguments_are_compared_too(make_fleet, model):
     loose = UNIQUE | {"function": UNIQUE["function"] | {"strict": False}}
     answer = await fleet.chat(tools=[loose], max_tokens=100)
     assert answer.json()["choices"][0]["finish_reason"] == "tool_calls"
-    count = fleet.router.metrics.value
+    count = partial(value_of, fleet.router.metrics)
     await until(lambda: count("baton_schema_violations", keyword="uniqueItems") == 1)
     await fleet.chat(tools=[TOOL], max_tokens=100)
     assert count("baton_schema_violations", keyword="uniqueItems") == 1

@@ -1,6 +1,7 @@
 """Fields that coding agents send by default: loose schemas, hosted tools, custom tools, edits."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -10,6 +11,7 @@ from router.served_model import ServedModel
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script
 from tests.router.grammars import fits
+from tests.telemetry.values import value_of
 
 USER = {"role": "user", "content": "hi"}
 NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -153,7 +155,7 @@ async def test_arguments_are_checked_where_no_grammar_follows(make_fleet, model)
     ids = model.tokenizer.encode(call("f", right))
     fleet = await make_fleet({"decode-0": Script(answer=ids, stop_token=2)})
     assert (await fleet.chat(tools=[function("f", schema)], max_tokens=80)).status_code == 200
-    count = fleet.router.metrics.value
+    count = partial(value_of, fleet.router.metrics)
     await until(lambda: count("baton_schema_violations", keyword="uniqueItems") == 1)
 
 

@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from router.routing.checks.answers import AnswerChecks
 from tests.house.imports import ROOT, modules
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
+from tests.telemetry.values import value_of
 
 # Places of a reference that a grammar compiler does not look at, with the pointer that leads there.
 HIDDEN = {
@@ -66,8 +68,8 @@ async def violated(checks: AnswerChecks, schema: dict, answer: object) -> dict[s
 
 def counts(checks: AnswerChecks) -> dict[str, float]:
     names = ("unchecked", "uniqueItems", "not")
-    value = checks._metrics.value
-    return {name: value("baton_schema_violations", keyword=name) or 0 for name in names}
+    of = partial(value_of, checks._metrics, "baton_schema_violations")
+    return {name: of(keyword=name) for name in names}
 
 
 def test_only_the_confined_process_compares_with_schemas() -> None:
@@ -137,7 +139,7 @@ async def test_liveness_answers_during_a_check(make_fleet, model, name: str) -> 
     shape = {"type": "json_schema", "json_schema": {"name": "s", "strict": False, "schema": schema}}
     assert (await fleet.chat(response_format=shape, max_tokens=100)).status_code == 200
     longest_s = 0.0
-    count = fleet.router.metrics.value
+    count = partial(value_of, fleet.router.metrics)
     until_s = time.monotonic() + 20
     while not count("baton_schema_violations", keyword="unchecked"):
         began_s = time.monotonic()

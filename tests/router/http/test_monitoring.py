@@ -30,7 +30,7 @@ async def test_the_port_shows_metrics_and_health_and_closes_all_else(make_fleet)
         assert 'baton_workers{role="decode",state="ready"} 1.0' in page.text
         for path in ("/health", "/health/live", "/health/ready", "/ping"):
             assert (await client.get(path)).status_code == 200
-        assert (await client.get("/load")).json() == {"server_load": 0}
+        assert (await client.get("/load")).json().keys() == {"server_load"}
         targets = (await client.get("/fleet/targets", headers={"host": "router.ns:8009"})).json()
         assert targets[0]["targets"] == ["router.ns:8009"], "the port that scrapers reach"
         probes = fleet.workers["decode-0"].submissions

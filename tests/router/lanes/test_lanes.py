@@ -8,6 +8,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from baton.config.clients import SloConfig
 from tests.router.conftest import OPS, until
 from tests.router.lanes.conftest import CONTEXT, OTHER, TwoLanes
+from tests.telemetry import field_names
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 CALLS = {
@@ -193,6 +194,8 @@ async def test_each_model_has_its_own_series_and_exemplars(two_lanes) -> None:
     response = "gen_ai_response_model"
     assert by_model("gen_ai_server_request_duration_seconds_count", response) == counts
     for name in ("num_requests_running", "cache_config_info", "lora_requests_info"):
+        assert by_model(f"vllm:{name}").keys() == {"smollm2", OTHER}, name
+    for name in field_names.GRAFANA:
         assert by_model(f"vllm:{name}").keys() == {"smollm2", OTHER}, name
     ends = {"smollm2": 0.0, OTHER: 0.0}
     for sample in samples:

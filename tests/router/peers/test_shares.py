@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from router.routing.admission.fair_queue import Waiting, equal_weights
 from router.routing.peers.shares import SILENT_NS, Shares
 from router.sources import LaneTables
 from tests.router.conftest import record_of, until
+from tests.telemetry.values import value_of
 
 MS = 1_000_000
 TOTAL = 64
@@ -197,7 +199,7 @@ async def test_routers_show_what_the_planner_wants_while_it_runs(make_fleet, red
     registry = Registry(redis_server.url, "plans")
     demands = RouterDemands(registry)
     fleet = await make_fleet({"a": None}, tables=LaneTables.of(registry))
-    value = fleet.router.metrics.value
+    value = partial(value_of, fleet.router.metrics)
 
     async def shown(wanted: tuple[float, float, float]) -> None:
         async with asyncio.timeout(5):
