@@ -126,7 +126,8 @@ def _hints(hints: dict[str, int]) -> str:
     texts = []
     keep_s = hints.get("keep_s")
     if keep_s is not None:
-        texts.append(f"its KV stays {keep_s} s" if keep_s else "its session has ended")
+        stays = "stays" if hints.get("kept", True) else "cannot be kept"
+        texts.append(f"its KV {stays} {keep_s} s" if keep_s else "its session has ended")
     if turn := hints.get("turn"):
         texts.append(f"it waits {'behind' if turn > 0 else 'before'} others of the tenant")
     return f"hints of the client: {', '.join(texts)}"

@@ -427,11 +427,9 @@ class SimulatedRouter(WorkerListener):
     def _replace_prefill(self, record: Record) -> None:
         """Choose the least loaded prefill worker that has not failed this request, if any."""
         slots = self._table.of_role("prefill")
-        fit = [slot for slot in slots if slot.incarnation not in record.failed_prefills]
         attempt = self._attempts.get(record.id)
-        best = None
-        if attempt is not None:
-            best = self._placer.replace_prefill(record.request, record.prefill_id, fit)
+        fit = [slot for slot in slots if attempt and slot.incarnation not in record.failed_prefills]
+        best = self._placer.replace_prefill(record.request, record.prefill_id, fit)
         if attempt is None or best is None:
             record.wants_prefill = attempt is not None
             return

@@ -23,14 +23,16 @@ class Hints(NamedTuple):
         keep_s: Time that its KV stays cached before other KV; 0: its session has ended; None: as
             any other.
         turn: Requests of a tenant with lower values go first; 0 is usual.
+        kept: Whether the lane can pin KV: other engines than Baton's offer no way to.
     """
 
     keep_s: int | None = None
     turn: int = 0
+    kept: bool = True
 
     def explain(self) -> dict[str, int | None]:
         """Return the hints that were given, for the request report."""
-        shown = {"keep_s": self.keep_s, "turn": self.turn or None}
+        shown = {"keep_s": self.keep_s, "turn": self.turn or None, "kept": self.kept and None}
         return {name: value for name, value in shown.items() if value is not None}
 
 

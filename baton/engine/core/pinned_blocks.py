@@ -46,8 +46,8 @@ class PinnedBlocks:
     def keep(self, blocks: Sequence[int], tenant: str, retention: Retention) -> None:
         """Pin the leading blocks of a sequence, or end their pins.
 
-        A pin of another tenant that ends later stays. If the sequence exceeds the budget, its first
-        blocks are pinned.
+        A pin of another tenant that ends later stays. Above the budget pins whose time is over go
+        first, then the oldest; of the sequence the first blocks are pinned.
         """
         until_ns = self.now_ns + retention.keep_s * 1_000_000_000
         most = int(retention.share * self._total)
@@ -64,8 +64,9 @@ class PinnedBlocks:
             self._tenant_of[block] = tenant
             self._until_ns.setdefault(tenant, OrderedDict())[block] = max(until_ns, before_ns)
         pins = self._until_ns.get(tenant, OrderedDict())
+        ended = [block for block, at_ns in pins.items() if at_ns <= self.now_ns]
         while len(pins) > most:
-            self.forget(next(iter(pins)))
+            self.forget(ended.pop() if ended else next(iter(pins)))
 
     def forget(self, block: int) -> None:
         """End the pin of a block, if it has one."""

@@ -371,8 +371,16 @@ class Preparer:
             slo=caller.limits.at(self._settings.slo),
             flow=caller.flow,
             expected_tokens=_hinted_tokens(body) if isinstance(body, GenerationBody) else 0,
-            hints=_hints(body, caller) if isinstance(body, GenerationBody) else NO_HINTS,
+            hints=self._hints(body, caller) if isinstance(body, GenerationBody) else NO_HINTS,
         )
+
+    def _hints(self, body: GenerationBody, caller: Caller) -> Hints:
+        hints = hints_of(body.prompt_cache_retention, body.service_tier, final=caller.session_ends)
+        share = self._core.settings.clients.pinned_share
+        if hints.keep_s and (self._settings.external or not share):
+            caller.ignored.leave_out(body.prompt_cache_retention or "", "prompt_cache_retention")
+            return hints._replace(kept=False)
+        return hints
 
     def _scope(self, caller: Caller, salt: str | None) -> str:
         """Join owner and salt; unambiguous, because a tenant's name contains no NUL."""
@@ -394,10 +402,6 @@ def _shown(body: GenerationBody) -> Shown:
 def _hinted_tokens(body: GenerationBody) -> int:
     hints = body.nvext.agent_hints if body.nvext is not None else None
     return hints.osl or 0 if hints is not None else 0
-
-
-def _hints(body: GenerationBody, caller: Caller) -> Hints:
-    return hints_of(body.prompt_cache_retention, body.service_tier, final=caller.session_ends)
 
 
 def _check_prompt_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:

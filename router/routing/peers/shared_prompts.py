@@ -30,7 +30,6 @@ class PromptNews(msgspec.Struct, frozen=True, array_like=True):
     """State of a prompt of one router.
 
     Attributes:
-        number: Number of the entry among those of its router.
         prompt: The prompt; without hashes if the router has sent them before. None: it has ended.
         open: All prompts that have not ended, in an entry without ``request_id``.
     """
@@ -48,8 +47,7 @@ class SharedPrompts:
 
     Attributes:
         on: Whether the stream is read. Otherwise this router places as if it were alone.
-        on_announced: Function that places a request, which is announced now.
-        on_news: Function that has entries written.
+        on_announced: Function that places a request, which is announced now; ``on_news`` writes.
     """
 
     def __init__(self, placer: Placer, router_id: str) -> None:
@@ -84,18 +82,16 @@ class SharedPrompts:
 
     def settle(self, request_id: str) -> None:
         """Remove an announced prompt from the record: it is placed now, or waits."""
-        if self._open.get(request_id):  # Redis is late
-            self.on = False
+        self.on = self.on and not self._open.get(request_id)  # else Redis is late
         self._placer.computing.hide(request_id)
 
     def _changed(self, request_id: str, prompt: ComputingPrompt | None, computed: bool) -> None:
         """Send the others a prompt that is recorded, has changed, or is None, as it has ended."""
         known = request_id in self._open
-        if prompt is None:
-            if known:
-                del self._open[request_id]
-                self._send(request_id, computed=computed)
-        elif self.on and (known or prompt.lasts_s >= _LONG_S):
+        if prompt is None and known:
+            del self._open[request_id]
+            self._send(request_id, computed=computed)
+        elif prompt is not None and self.on and (known or prompt.lasts_s >= _LONG_S):
             self._open[request_id] = 0 if prompt.placed else self._number + 1
             worker = replace(prompt.worker, edges_bytes_per_s={}, sources=())
             hashes = b"" if known else prompt.hashes[:_MOST_HASH_BYTES]

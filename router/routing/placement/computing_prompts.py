@@ -119,8 +119,7 @@ class ComputingPrompts:
             lasts_s=terms.pull_s + terms.compute_s,
             placed=placed,
         )
-        is_long = terms.compute_s >= LEAST_S or prompt.pulls
-        if not (is_long and hashes and self.add(prompt)):
+        if not ((terms.compute_s >= LEAST_S or prompt.pulls) and hashes and self.add(prompt)):
             self.end(request_id)
             return False
         self.on_change(request_id, prompt, False)

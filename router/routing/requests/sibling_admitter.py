@@ -114,7 +114,6 @@ class SiblingAdmitter(Generic[T]):
             self._admission.withdraw(waiter.entry)
 
     def _settle(self, request_id: str) -> None:
-        """Place a request that was announced or takes too long for that, or let it wait."""
         if self._shared is not None and request_id in self._announced:
             self._announced.discard(request_id)
             self._shared.settle(request_id)

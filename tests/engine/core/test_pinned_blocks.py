@@ -1,11 +1,15 @@
 """Blocks that clients have asked to keep: evicted last, within a budget, until the pin ends."""
 
+from collections import Counter
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.engine.core.block_owners import CacheOwner
 from baton.engine.core.blocks import BlockPool
-from baton.engine.core.pinned_blocks import Retention
+from baton.engine.core.pinned_blocks import PinnedBlocks, Retention
 from tests.engine.core.test_block_owners import all_held, cached, filled, is_held
 from tests.engine.core.test_scheduler import make_core, request, run
 
@@ -61,6 +65,49 @@ def test_above_the_budget_the_oldest_pins_of_the_tenant_end() -> None:
     assert all_held(pool, other) and all_held(pool, new[:5])
     assert not any(is_held(pool, block) for block in new[5:])
     check(pool)
+
+
+def test_pins_whose_time_is_over_take_nothing_of_the_budget() -> None:
+    pool = BlockPool(20)
+    kept = pinned(pool, 3, 1)
+    pinned(pool, 6, 2, retention=Retention(1, 0.5))
+    pool.pins.now_ns = 2 * SECOND_NS
+    new = pinned(pool, 6, 3)
+    assert all(pool.pins.holds(block) for block in kept + new)
+    check(pool)
+
+
+_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["keep", "forget", "time"]),
+        st.sampled_from("ab"),
+        st.sets(st.integers(0, 19), min_size=1, max_size=8),
+        st.sampled_from([0, 1, 5, 60]),
+    ),
+    max_size=40,
+)
+
+
+@given(_STEPS)
+def test_a_tenant_has_at_most_its_budget_whatever_is_pinned_and_ended(steps) -> None:
+    """Pins are set, removed, set again and end by time; a live one ends only by its own tenant."""
+    pins = PinnedBlocks(20)
+    for action, tenant, blocks, seconds in steps:
+        before = {block for block in range(20) if pins.holds(block)}
+        if action == "time":
+            pins.now_ns += seconds * SECOND_NS
+        elif action == "forget":
+            for block in blocks:
+                pins.forget(block)
+        else:
+            rivals = {block for block in before if pins._tenant_of[block] != tenant}
+            pins.keep(sorted(blocks), tenant, Retention(seconds, 0.25))
+            assert rivals - blocks <= {block for block in range(20) if pins.holds(block)}
+            fits = len((before - rivals) | blocks) <= 5
+            if seconds and fits:
+                assert before | blocks <= {block for block in range(20) if pins.holds(block)}
+        pins.check(range(20))
+        assert all(count <= 5 for count in Counter(pins._tenant_of.values()).values())
 
 
 def test_the_end_of_a_session_ends_its_pins_and_nobody_elses() -> None:

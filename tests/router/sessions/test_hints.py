@@ -5,6 +5,7 @@ import openai
 import pytest
 
 from baton.config.clients import ClientLimitsConfig
+from fleet.cli.explain import _hints
 from router.sessions.hints import NO_HINTS, Hints, hints_of
 from tests.router.conftest import MODEL
 from tests.router.emulated_worker import Script
@@ -54,6 +55,20 @@ async def test_openais_retention_reaches_the_worker_and_the_report(make_fleet) -
     assert answer.json()["service_tier"] == "flex" and sent(fleet) == (86400, 0.25)
     refused = await fleet.chat(prompt_cache_retention="for ever")
     assert refused.json()["error"]["param"] == "prompt_cache_retention"
+
+
+@pytest.mark.parametrize(
+    "lane", [{"external": "vllm"}, {"clients": ClientLimitsConfig(pinned_share=0)}]
+)
+async def test_a_lane_that_cannot_keep_kv_says_so(make_fleet, lane) -> None:
+    fleet = await make_fleet({"decode-0": Script()}, **lane)
+    answer = await fleet.chat(prompt_cache_retention="24h")
+    assert answer.headers["x-baton-ignored"] == "prompt_cache_retention.24h"
+    hints = (await report_of(fleet, answer))["hints"]
+    assert hints == {"keep_s": 86400, "kept": False}
+    assert _hints(hints) == "hints of the client: its KV cannot be kept 86400 s"
+    plain = await fleet.chat(service_tier="flex")
+    assert "x-baton-ignored" not in plain.headers
 
 
 async def test_marks_of_anthropics_api_keep_a_prefix_as_long_as_the_longest(make_fleet) -> None:
