@@ -79,7 +79,7 @@ class Fleet:
         """Return the URL, and the seconds until so many servers took requests.
 
         Raises:
-            RuntimeError: It has ended, or is not ready in time; the message names what is missing.
+            RuntimeError: The fleet has ended, or is not ready in time; it names what is missing.
         """
         url = ""
         page: dict[str, list[dict[str, object]]] = {"workers": []}

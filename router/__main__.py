@@ -57,6 +57,7 @@ _LOG = logging.getLogger("router")
 
 _GRACE_S = 3
 _POLL_S = 1.0
+_SWITCH_S = 0.0005  # of the interpreter, from a thread with a large body to the event loop
 _OTHERS_S = 3.0  # after the first worker, the others are ready, too
 
 
@@ -102,6 +103,7 @@ def main() -> int:
     allow_connections(capacity(settings.clients.max_connections), handshakes)
     limit_arenas()
     collect_rarely(ROUTER_OBJECTS)
+    sys.setswitchinterval(_SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(core, api_keys, lanes, sockets, member))
     return 0

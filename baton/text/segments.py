@@ -56,6 +56,15 @@ def splits_between_words(encode: Encode, vocabulary: Iterable[str]) -> bool:
     return all(encode(a + b) == [*encode(a), *encode(b)] for a, b in pairs)
 
 
+def _between_words(text: str, begin: int, end: int) -> int | None:
+    """Return the first place between two words, searched in parts, which let other threads run."""
+    for part in range(begin, end, _PIECE_CHARACTERS):
+        last = min(part + _PIECE_CHARACTERS + 1, end)  # a space and a letter follow the place
+        if (found := _BETWEEN_WORDS.search(text, part, last)) is not None:
+            return found.start()
+    return None
+
+
 class SegmentEncoder:
     """Thread-safe encoder of long texts.
 
@@ -104,11 +113,11 @@ class SegmentEncoder:
     def _pieces(self, text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield the pieces that are kept: a longer text has the same first ones."""
         while self._between_words and end - start >= 2 * _PIECE_CHARACTERS:
-            cut = _BETWEEN_WORDS.search(text, start + _PIECE_CHARACTERS, end)
+            cut = _between_words(text, start + _PIECE_CHARACTERS, end)
             if cut is None:
                 break
-            yield start, cut.start()
-            start = cut.start()
+            yield start, cut
+            start = cut
         if end - start >= _KEPT_CHARACTERS:
             yield start, end
 

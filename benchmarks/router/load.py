@@ -58,10 +58,57 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     busy: float
 
 
+def _turns(*texts: str) -> bytes:
+    return msgspec.json.encode([{"role": "user", "content": text} for text in texts])
+
+
+class LongTexts:
+    """Conversations of one kind with long texts, as JSON.
+
+    ``new``: all differ from the first word. ``growing``: only the last turn is new. ``messages``:
+    thousands of small ones. ``escapes``: each letter is escaped. ``deep``: nested arrays, which
+    are refused. ``giant``: one word.
+    """
+
+    KINDS = ("new", "growing", "messages", "escapes", "deep", "giant")
+    _TEXTS = 8
+
+    def __init__(self, kind: str, words: int) -> None:
+        draw = random.Random(1)
+        self._kind = kind
+        self._texts = [" ".join(draw.choices(VOCABULARY, k=words)) for _ in range(self._TEXTS)]
+        if kind == "escapes":
+            escape = "".join(f"\\u{ord(letter):04x}" for letter in self._texts[0])
+            self._made = [escape]
+        elif kind == "new":
+            self._made = [msgspec.json.encode(text).decode()[1:-1] for text in self._texts]
+
+    def messages(self, number: int) -> bytes:
+        """Return the messages of a request."""
+        text = self._texts[number % self._TEXTS]
+        match self._kind:
+            case "growing":
+                size = len(text) // 10
+                parts = [text[begin : begin + size] for begin in range(0, len(text), size)]
+                return _turns(*parts, f"question {number}")
+            case "messages":
+                parts = [text[begin : begin + 40] for begin in range(0, len(text), 40)]
+                return _turns(*(f"{number} {part}" for part in parts[:8000]))
+            case "deep":
+                return b"[" * 30_000 + b"]" * 30_000
+            case "giant":
+                return _turns(f"{number}" + "a" * len(text))
+        made = self._made[number % len(self._made)]
+        return b'[{"role":"user","content":"%d %s"}]' % (number, made.encode())
+
+
 class Load:
     """Request generator and counters of all clients."""
 
-    def __init__(self, model: str, words: int, answer_tokens: int, key: str = "") -> None:
+    def __init__(
+        self, model: str, words: int, answer_tokens: int, key: str = "", body: str = ""
+    ) -> None:
+        self._long = LongTexts(body, words) if body else None
         self._model = model
         self._words = words
         self._answer_tokens = answer_tokens
@@ -81,21 +128,19 @@ class Load:
     def request(self) -> bytes:
         """Return the next request: no two prompts have a common prefix."""
         self._asked += 1
-        text = " ".join((str(self._asked), *self._draw.choices(VOCABULARY, k=self._words - 1)))
-        body = msgspec.json.encode(
-            {
-                "model": self._model,
-                "messages": [{"role": "user", "content": text}],
-                "max_tokens": self._answer_tokens,
-                "stream": True,
-                "ignore_eos": True,
-            }
-        )
-        head = (
+        if self._long is not None:
+            messages = self._long.messages(self._asked)
+        else:
+            words = self._draw.choices(VOCABULARY, k=self._words - 1)
+            messages = _turns(" ".join((str(self._asked), *words)))
+        head = {"model": self._model, "max_tokens": self._answer_tokens}
+        head |= {"stream": True, "ignore_eos": True}
+        body = msgspec.json.encode(head)[:-1] + b',"messages":' + messages + b"}"
+        lines = (
             f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\n{self._key}"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
-        return head.encode() + body
+        return lines.encode() + body
 
 
 class Client(asyncio.Protocol):
@@ -253,9 +298,10 @@ def main(
     warm_s: Annotated[float, typer.Option("--warm-s", help="Seconds of warm-up.")] = 2.0,
     seconds: Annotated[float, typer.Option(help="Measured seconds.")] = 8.0,
     key: Annotated[str, typer.Option(help="API key.")] = "",
+    body: Annotated[str, typer.Option(help="Kind of long texts, see `LongTexts`.")] = "",
 ) -> None:
     """Run the clients, and print their measurements."""
-    load = Load(model, words, answer_tokens, key)
+    load = Load(model, words, answer_tokens, key, body)
     result = uvloop.run(run(load, port, clients, rate, warm_s, seconds))
     print(msgspec.json.encode(result).decode(), flush=True)
 

@@ -70,10 +70,11 @@ def redis(port: int | None = None) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def workers(redis_url: str, count: int, step_s: float) -> Iterator[int]:
+def workers(redis_url: str, count: int, step_s: float, context: int = 8192) -> Iterator[int]:
     """Run emulated workers; yield their process id."""
     module = [sys.executable, "-m", "benchmarks.router.workers"]
     options = ["--redis", redis_url, "--count", str(count), "--step-s", str(step_s)]
+    options += ["--context", str(context)]
     with running([*module, *options], stdout=subprocess.PIPE) as process:
         if process.stdout is None or process.stdout.readline() != b"ready\n":
             raise BenchError("the emulated workers did not start")

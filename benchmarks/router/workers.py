@@ -22,6 +22,7 @@ from batonpb import common_pb2 as common
 from batonpb import decode_pb2 as pb
 from batonpb.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
 
+from baton.engine.emulated_timing import numerics_id_of
 from baton.registry.redis_store import Registry
 from baton.registry.types import Snapshot, WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
@@ -29,6 +30,10 @@ from baton.wire.compatibility import own_wire
 from baton.wire.router_frames import scatter
 
 FLEET = "bench"
+TIMING = "epyc-135m"
+"""Emulated timing of a fleet with longer contexts than its model has."""
+
+_CONTEXT_TOKENS = 8192  # of the model
 _STATUS_S = 0.25
 _BEAT_S = 1.0  # as in `decode_worker/session.py`: reports only when something changed, and a rest
 _REFRESH_TURNS = 5  # seconds between refreshes of each worker's keys, whose TTL is 10 s
@@ -117,8 +122,9 @@ class _Stream:
 class SteppedWorker(DecodeServicer):
     """An emulated worker of this process."""
 
-    def __init__(self, worker_id: str, step_s: float) -> None:
+    def __init__(self, worker_id: str, step_s: float, context_tokens: int) -> None:
         self.worker_id = worker_id
+        self._context_tokens = context_tokens
         self.address = ""
         self.incarnation = secrets.token_bytes(16)
         self._step_s = step_s
@@ -127,6 +133,10 @@ class SteppedWorker(DecodeServicer):
         self._streams: dict[int, _Stream] = {}
         self._busy = asyncio.Event()
         self._tasks = BackgroundTasks("bench worker")
+
+    @property
+    def _is_long(self) -> bool:
+        return self._context_tokens > _CONTEXT_TOKENS
 
     async def start(self) -> None:
         """Start listening on a free port."""
@@ -254,19 +264,19 @@ class SteppedWorker(DecodeServicer):
                 common.Capabilities(
                     wire=own_wire(),
                     kv_groups=[_KV_GROUP],
-                    numerics_id="exact/bench",
+                    numerics_id=numerics_id_of(TIMING) if self._is_long else "exact/bench",
                     weights_digest=b"w" * 16,
-                    max_context_tokens=8192,
+                    max_context_tokens=self._context_tokens,
                 )
             )
         return status
 
 
-async def serve(redis: str, count: int, step_s: float) -> None:
+async def serve(redis: str, count: int, step_s: float, context_tokens: int) -> None:
     """Run the workers until the process is killed."""
     registry = Registry(redis, FLEET)
     await registry.birth()
-    workers = [SteppedWorker(f"decode-{place}", step_s) for place in range(count)]
+    workers = [SteppedWorker(f"decode-{place}", step_s, context_tokens) for place in range(count)]
     for worker in workers:
         await worker.start()
         empty = Snapshot(incarnation=worker.incarnation, sequence=1, packed=b"")
@@ -297,9 +307,10 @@ def main(
     redis: Annotated[str, typer.Option(help="URL of the registry.")],
     count: Annotated[int, typer.Option(help="Number of workers.")] = 4,
     step_s: Annotated[float, typer.Option("--step-s", help="Seconds between steps.")] = 0.006,
+    context: Annotated[int, typer.Option(help="Tokens of a context.")] = _CONTEXT_TOKENS,
 ) -> None:
     """Run emulated workers until the process is killed."""
-    uvloop.run(serve(redis, count, step_s))
+    uvloop.run(serve(redis, count, step_s, context))
 
 
 if __name__ == "__main__":

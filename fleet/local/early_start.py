@@ -43,7 +43,7 @@ def start_engines(
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in a terminal must reach only the supervisor
+            process_group=0,  # Ctrl-C in a terminal must reach only the supervisor
             preexec_fn=die_with_parent(),
         )
     if process.stdin is not None:

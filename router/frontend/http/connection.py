@@ -78,13 +78,14 @@ class Deliveries:
     def __init__(self) -> None:
         self._waiting: dict[Callable[[], None], None] = {}
         self._pace = Pace()
+        self._planned_ns = 0  # CPU time of the loop's thread
 
     def add(self, deliver: Callable[[], None]) -> None:
         """Call ``deliver``, which must not raise, in the next pass."""
         if not self._waiting:
             loop = asyncio.get_running_loop()
-            hold_ns = self._pace.hold_ns
-            if hold_ns:
+            self._planned_ns = time.thread_time_ns()
+            if hold_ns := self._pace.hold_ns:
                 loop.call_later(hold_ns / 1e9, self._deliver)
             else:
                 loop.call_soon(self._deliver)
@@ -93,6 +94,6 @@ class Deliveries:
     def _deliver(self) -> None:
         waiting = self._waiting
         self._waiting = {}
+        self._pace.passed(time.thread_time_ns() - self._planned_ns)
         for deliver in waiting:
             deliver()
-        self._pace.passed(time.monotonic_ns(), time.thread_time_ns())

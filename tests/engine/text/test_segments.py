@@ -7,6 +7,7 @@ import pytest
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.model.artifact import resolve_model
+from baton.text import segments as segments_module
 from baton.text.segments import (
     LONG_CHARACTERS,
     SegmentEncoder,
@@ -90,6 +91,17 @@ def test_a_text_that_goes_on_is_encoded_from_the_last_piece_on() -> None:
     assert sum(map(len, encoded)) < 20_000
     blob = "x" * 100_000
     assert segments.encode(blob, "a") == [ord(c) for c in blob]
+
+
+def test_a_text_is_cut_where_a_search_in_one_part_would_cut_it(monkeypatch) -> None:
+    monkeypatch.setattr(segments_module, "_PIECE_CHARACTERS", 5)
+    rng = random.Random(3)
+    for _ in range(300):
+        text = "".join(rng.choices("a  1", k=40))
+        for begin in range(0, 40, 3):
+            found = segments_module._BETWEEN_WORDS.search(text, begin, 38)
+            expected = found.start() if found else None
+            assert segments_module._between_words(text, begin, 38) == expected
 
 
 def test_words_that_a_token_joins_are_not_cut() -> None:

@@ -8,57 +8,52 @@ from router.frontend.http.pace import LONGEST_NS, Pace
 from tests.router.conftest import MODEL
 from tests.router.emulated_worker import Script
 
-WINDOW_NS = 50_000_000
+MS = 1_000_000
 
 
-class Thread:
-    """Passes at the end of windows in which the thread was so busy."""
-
-    def __init__(self) -> None:
-        self.pace, self.now_ns, self.cpu_ns = Pace(), WINDOW_NS, 0
-        self.pace.passed(self.now_ns, self.cpu_ns)
-
-    def run(self, busy: float, windows: int, window_ns: int = WINDOW_NS) -> list[int]:
-        holds = []
-        for _ in range(windows):
-            self.now_ns += window_ns
-            self.cpu_ns += int(busy * window_ns)
-            self.pace.passed(self.now_ns, self.cpu_ns)
-            holds.append(self.pace.hold_ns)
-        return holds
+def holds_after(pace: Pace, other_ns: int, passes: int) -> list[int]:
+    """Let passes come behind so much other work of the loop, beyond the delay."""
+    holds = []
+    for _ in range(passes):
+        pace.passed(pace.hold_ns + other_ns)
+        holds.append(pace.hold_ns)
+    return holds
 
 
-def test_nothing_is_held_back_while_the_loop_has_time():
-    assert set(Thread().run(busy=0.8, windows=1000)) == {0}
+def test_nothing_is_held_back_while_the_loop_keeps_up():
+    assert set(holds_after(Pace(), MS, 1000)) == {0}
 
 
-def test_the_longer_it_has_none_the_longer_up_to_a_limit():
-    holds = Thread().run(busy=0.95, windows=100)
+def test_the_more_other_work_the_longer_up_to_a_limit():
+    holds = holds_after(Pace(), 20 * MS, 60)
     assert holds == sorted(holds)
-    assert 0 < holds[0] < holds[5] < LONGEST_NS == holds[-1]
+    assert 0 < holds[0] < 20 * MS < holds[-1] < 40 * MS
+    assert LONGEST_NS - MS < holds_after(Pace(), 10**9, 60)[-1] <= LONGEST_NS
 
 
-def test_it_ends_step_by_step_when_the_loop_has_time_again():
-    thread = Thread()
-    thread.run(busy=0.95, windows=100)
-    assert thread.run(busy=0.7, windows=24)[-1] == 0
+def test_it_ends_step_by_step_when_other_work_gets_less():
+    pace = Pace()
+    holds_after(pace, 50 * MS, 60)
+    holds = holds_after(pace, 0, 60)
+    assert holds == sorted(holds, reverse=True)
+    assert holds[0] > 50 * MS > MS > holds[-1]
 
 
-def test_a_long_silence_ends_it_at_once():
-    thread = Thread()
-    thread.run(busy=0.95, windows=100)
-    assert thread.run(busy=0.01, windows=1, window_ns=10**9) == [0]
+def test_a_loop_with_nothing_to_do_ends_it_at_once():
+    pace = Pace()
+    holds_after(pace, 50 * MS, 60)
+    pace.passed(MS)
+    assert pace.hold_ns == 0
 
 
-def test_between_short_of_time_and_at_leisure_it_stays():
-    thread = Thread()
-    hold_ns = thread.run(busy=0.95, windows=5)[-1]
-    assert set(thread.run(busy=0.85, windows=50)) == {hold_ns}
-
-
-def test_what_happens_within_a_moment_says_nothing():
-    thread = Thread()
-    assert thread.run(busy=1.0, windows=10, window_ns=2_000_000) == [0] * 10
+async def test_other_work_before_a_pass_delays_the_next_one():
+    deliveries = Deliveries()
+    deliveries.add(lambda: None)
+    until_s = time.thread_time() + 0.02
+    while time.thread_time() < until_s:
+        pass
+    await asyncio.sleep(0)
+    assert 5 * MS < deliveries._pace.hold_ns < 20 * MS
 
 
 async def test_what_comes_while_a_pass_is_held_back_goes_out_with_it():
