@@ -166,6 +166,9 @@ class ChatTemplate:
         self._template = self._compiled(source)
         self._with_tools = self._compiled(with_tools) or self._template
         self._only_parts = False  # texts that are no list of parts are not shown
+        self.takes_images = False
+        if not self.knows("image"):  # most templates are not rendered here, which takes time
+            return
         text = self._probed(_PROBE)
         in_parts = self._probed([{"type": "text", "text": _PROBE}])
         self._only_parts = _PROBE not in text and _PROBE in in_parts

