@@ -283,22 +283,6 @@ class Placer:
         if prompt is not None:
             self._prefix_index.expect(prompt.worker.incarnation, prompt.hashes, now_ns)
 
-    def replace_prefill(
-        self, request: GenerationRequest, before_id: str | None, slots: Sequence[WorkerSlot]
-    ) -> WorkerLoad | None:
-        """Book a prompt, in place of ``before_id``, at the one of ``slots`` with fewest tokens."""
-        now_ns = self.clock_ns()
-        loads = [LoadReader(self.book).of(slot, 0) for slot in slots]
-        best = min(loads, key=lambda load: load.queued_tokens, default=None)
-        if best is not None:
-            self.computing.move(request.request_id, best, now_ns)
-            self.book.take_back(before_id, request.request_id)
-            tokens = len(request.prompt)
-            context = context_tokens(0, tokens)
-            booking = Booking(tokens=tokens, context=context, streams=0, at_ns=now_ns)
-            self.book.book(best.worker_id, request.request_id, booking)
-        return best
-
     def release(self, request_id: str, now_ns: int | None = None) -> None:
         """End a placement; ``now_ns`` is set if the request ran to its end."""
         self.book.release(request_id, now_ns)

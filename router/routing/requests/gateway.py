@@ -15,11 +15,7 @@ from collections.abc import Callable
 from time import monotonic_ns
 
 from batonpb.common_pb2 import WorkerStatus
-from batonpb.decode_pb2 import (
-    Cancel,
-    Hello,
-    RouterFrame,
-)
+from batonpb.decode_pb2 import Cancel, Hello, RouterFrame
 
 from baton.registry.workers import RegistryWatcher
 from baton.text.tokenizer import TextTokenizer
