@@ -80,7 +80,7 @@ def start_local(folder: Path, config: FleetConfig) -> dict[str, str]:
 def _without_helpers() -> None:
     """Let Ray start only what one machine needs, which it has no settings for.
 
-    Its autoscaler, log reader and API server take 1.1 CPU seconds of a start, and 250 MB.
+    Its autoscaler, log reader and API server take 1.1 CPU seconds of a start, and 220 MB.
     """
     from ray._private.node import Node
 

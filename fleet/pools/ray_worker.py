@@ -8,6 +8,7 @@ import asyncio
 import gc
 import importlib
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,13 +52,7 @@ class RunningWorker(Protocol):
         """Stop the worker and remove it from the registry."""
 
 
-class StartWorker(Protocol):
-    """Starts a worker; ``on_progress`` gets what it does meanwhile."""
-
-    def __call__(
-        self, settings: Any, *, on_progress: Callable[[str], None]
-    ) -> Coroutine[Any, Any, RunningWorker]:
-        """Return the started worker."""
+StartWorker = Callable[..., Coroutine[Any, Any, RunningWorker]]
 
 
 class WorkerActor:
@@ -99,7 +94,9 @@ class WorkerActor:
         return msgspec.msgpack.encode(self._worker.record)
 
     async def _begin(self) -> None:
-        self._worker = await self._start_worker(self._settings, on_progress=self._note_progress)
+        self._worker = await self._start_worker(
+            self._settings, on_progress=partial(setattr, self, "_doing")
+        )
         self._doing = ""
         if self._guard is None:
             self._guard = self._tasks.keep(StandstillGuard(self._replaced).run, "standstill")
@@ -125,9 +122,6 @@ class WorkerActor:
         self._settings = msgspec.convert(on_this_node(fields), self._settings_type)
         self._digest = settings_digest(fields)
         self._turned = ReportedRole(fields["role"], fields.get("turn", 0))
-
-    def _note_progress(self, what: str) -> None:
-        self._doing = what
 
     def _note_failure(self, error: Exception) -> None:
         self._failure = error
