@@ -30,6 +30,11 @@ def cache_folder() -> Path:
     return cache_root() / "native"
 
 
+def compiler() -> str | None:
+    """Return the path of the C++ compiler, if there is one."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
 def cpu_flags() -> set[str]:
     """Return the CPU features from ``/proc/cpuinfo``; ``-march=native`` depends on them."""
     try:
@@ -57,10 +62,9 @@ def compiled(
     ``made_for`` names anything else that the result depends on, such as the CPU for
     ``-march=native``.
     """
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
+    if (command := compiler()) is None:
         return None
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    version = subprocess.run([command, "--version"], capture_output=True, check=False).stdout
     texts = [(folder / source).read_bytes() for source in sources]
     parts = (*texts, version, " ".join(flags).encode(), made_for.encode())
     digest = hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
@@ -72,7 +76,7 @@ def compiled(
         return target
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several processes start at once
-        if not target.exists() and not _compile([compiler, *flags], units, target):
+        if not target.exists() and not _compile([command, *flags], units, target):
             return None
     return target
 

@@ -26,16 +26,10 @@ __all__ = ["ModelArtifact", "ModelConfig", "ModelError", "TokenizerSource", "res
 
 TokenizerSource = str | dict[str, Any]
 
-_GGUF_SAMPLING = {
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.top_p": "top_p",
-    "general.sampling.min_p": "min_p",
-    "general.sampling.penalty_repeat": "repetition_penalty",
-}
 # exceptions that a metadata value of the wrong type raises
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _COMMON = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_IN_GGUF = ("temp", "top_k", "top_p", "min_p", "penalty_repeat")
 _GENERATION = {**dict(zip(_COMMON, _COMMON, strict=True)), "max_new_tokens": "max_tokens"}
 
 
@@ -214,15 +208,10 @@ def _templates(named: Mapping[str, str | None]) -> dict[str, Any]:
 def _license_of_card(card: Path) -> str | None:
     if not card.exists():
         return None
-    lines = card.read_text(encoding="utf-8", errors="replace").splitlines()
-    if not lines or lines[0].strip() != "---":
-        return None
-    for line in lines[1:200]:
-        if line.startswith("license:"):
-            return line.removeprefix("license:").strip().strip("'\"") or None
-        if line.strip() == "---":
-            break
-    return None
+    before, _, fields = card.read_text(encoding="utf-8", errors="replace").partition("---\n")
+    fields = "" if before.strip() else fields.partition("\n---")[0]
+    names = [line[8:] for line in fields.splitlines() if line.startswith("license:")]
+    return names[0].strip().strip("'\"") or None if names else None
 
 
 def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) -> ModelArtifact:
@@ -264,7 +253,11 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
         config=config,
         tokenizer_digest=_digest(json.dumps(tokenizer, sort_keys=True)),
         generation_defaults=_numbers(
-            {name: meta[key] for key, name in _GGUF_SAMPLING.items() if key in meta}
+            {
+                name: meta[key]
+                for kind, name in zip(_IN_GGUF, _COMMON, strict=True)
+                if (key := f"general.sampling.{kind}") in meta
+            }
         ),
         tokenizer=tokenizer,
         **_templates(templates),

@@ -16,12 +16,9 @@ from baton.model.model_config import (
 
 _GEMMA_LOCAL_THETA = 10_000.0
 _PATTERNS = {"gemma3": 6, "gpt_oss": 2}  # each sixth, or second, layer has no window
+_LAYERS_27B = 62
 _NO_ROPE_STEP = 4  # each fourth layer of SmolLM3 has no RoPE
 _MIXTURES = ("qwen3_moe", "gpt_oss")
-_YARN = {  # llama.cpp's key -> Hugging Face's
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-}
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # of options that no supported family uses
     "attn_logit_softcapping": (0.0,),
@@ -102,13 +99,14 @@ def read_config(
     family = GGUF_FAMILIES.get(architecture, "llama")
     heads = int(value("attention.head_count"))
     layers = int(value("block_count"))
-    head_dim = int(value("attention.key_length", int(value("embedding_length")) // heads))
+    hidden = int(value("embedding_length"))
+    head_dim = int(value("attention.key_length", hidden // heads))
     mixture = family in _MIXTURES
     gemma = family == "gemma3"
     scaling = _rope_scaling(architecture, meta)
     return ModelConfig(
         family=family,
-        hidden_size=int(value("embedding_length")),
+        hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=int(value("attention.head_count_kv", heads)),
@@ -124,9 +122,8 @@ def read_config(
         if family == "smollm3"
         else (),
         layer_windows=_layer_windows(architecture, meta, layers, _PATTERNS.get(family)),
-        query_scale=_gemma_27b_scale(layers, heads, int(value("embedding_length")))
-        if gemma
-        else None,
+        # which GGUF lacks; like llama.cpp, detect Gemma's 27B by its layers
+        query_scale=(hidden / heads) ** -0.5 if gemma and layers == _LAYERS_27B else None,
         # kept as written: float32(1e-5), which is 9.999999747378752e-06 in a double
         rms_norm_eps=float(value("attention.layer_norm_rms_epsilon")),
         num_experts=int(value("expert_count")) if mixture else 0,
@@ -138,11 +135,6 @@ def read_config(
         bos_token_id=token_id(meta, "bos"),
         eos_token_ids=end_tokens(meta, shapes["token_embd.weight"][-1]),
     )
-
-
-def _gemma_27b_scale(layers: int, heads: int, hidden: int) -> float | None:
-    """Return the query scale, which GGUF lacks; like llama.cpp, detect 27B by its layers."""
-    return (hidden / heads) ** -0.5 if layers == 62 else None
 
 
 def _layer_windows(
@@ -162,16 +154,13 @@ def _rope_scaling(architecture: str, meta: Mapping[str, Any]) -> dict[str, Any] 
     kind = _rope_type(architecture, meta)
     if kind not in ("linear", "yarn"):
         return None
-    found = {
-        key.removeprefix(f"{architecture}.rope.scaling."): value
-        for key, value in meta.items()
-        if key.startswith(f"{architecture}.rope.scaling.")
-    }
-    factor = _rope_factor(architecture, meta) or 1.0
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
-    if kind == "linear":
-        return scaling
-    trained = meta.get(f"{architecture}.context_length", 0)
-    scaling["original_max_position_embeddings"] = int(found.get("original_context_length", trained))
-    scaling |= {ours: float(found[key]) for key, ours in _YARN.items() if key in found}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": _rope_factor(architecture, meta) or 1.0}
+    if kind == "yarn":
+        stem = f"{architecture}.rope.scaling"
+        trained = meta.get(f"{architecture}.context_length", 0)
+        original = int(meta.get(f"{stem}.original_context_length", trained))
+        scaling["original_max_position_embeddings"] = original
+        for name in ("beta_fast", "beta_slow"):
+            if (value := meta.get(f"{stem}.yarn_{name}")) is not None:
+                scaling[name] = float(value)
     return scaling

@@ -37,8 +37,8 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-def build_from_gguf(metadata: Mapping[str, Any], *, encodes: bool = True) -> tuple[Tokenizer, bool]:
-    """Build the tokenizer of ``tokenizer.ggml.*`` metadata, and whether it prepends a space.
+def build_from_gguf(metadata: Mapping[str, Any], *, encodes: bool = True) -> Tokenizer:
+    """Build the tokenizer of ``tokenizer.ggml.*`` metadata.
 
     Without ``encodes`` it may lack merges, which take a second for 262,144 tokens.
 
@@ -54,14 +54,13 @@ def build_from_gguf(metadata: Mapping[str, Any], *, encodes: bool = True) -> tup
         name = _pre_tokenizer(fields)
         tokenizer = _byte_level(fields, name)
         begins = name in BEGINS
-        space = False
     elif kind == "llama":
-        tokenizer, space = _sentencepiece(fields, encodes=encodes)
+        tokenizer = _sentencepiece(fields, encodes=encodes)
     else:
         raise ValueError(f"{_PREFIX}model is {kind!r}; supported: 'gpt2', 'llama'")
     _add_tokens(tokenizer, fields, set(end_texts(metadata)))
     _add_ends(tokenizer, metadata, fields, begins)
-    return tokenizer, space
+    return tokenizer
 
 
 def _pre_tokenizer(fields: Mapping[str, Any]) -> str:
@@ -108,7 +107,7 @@ def _byte_level(fields: Mapping[str, Any], name: str) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(fields: Mapping[str, Any], *, encodes: bool) -> tuple[Tokenizer, bool]:
+def _sentencepiece(fields: Mapping[str, Any], *, encodes: bool) -> Tokenizer:
     """Build SentencePiece's BPE: the pair whose union scores highest merges first."""
     tokens = fields["tokens"]
     scores = fields.get("scores")
@@ -124,15 +123,14 @@ def _sentencepiece(fields: Mapping[str, Any], *, encodes: bool) -> tuple[Tokeniz
         byte_fallback=True,
     )
     tokenizer = Tokenizer(model)
-    space = bool(fields.get("add_space_prefix", True))
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     back: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if space:
+    if fields.get("add_space_prefix", True):
         steps.insert(0, normalizers.Prepend("▁"))
         back.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.decoder = decoders.Sequence(back)
-    return tokenizer, space
+    return tokenizer
 
 
 def _merges_by_score(

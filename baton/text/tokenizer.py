@@ -50,11 +50,8 @@ class _ShownTexts(dict[int, str | None]):
         self._shown_bytes = shown_bytes
 
     def __missing__(self, token_id: int) -> str | None:
-        try:
-            text = self._shown_bytes(token_id).decode()
-        except UnicodeDecodeError:
-            text = None
-        self[token_id] = text
+        shown = self._shown_bytes(token_id)
+        self[token_id] = text = shown.decode() if _is_text(shown) else None
         return text
 
 
@@ -64,25 +61,26 @@ class TextTokenizer:
     ``byte-level`` (GPT-2, Llama 3, Qwen, SmolLM …) writes every byte as one printable character;
     ``sentencepiece`` (Llama 2, Gemma …) writes spaces as ``▁`` and unknown bytes as ``<0x..>``.
 
-    Args:
+    Attributes:
         strip_first_space: Whether decoding removes the space that encoding puts before the text.
 
     Raises:
         ValueError: The decoder is of neither family.
     """
 
-    def __init__(self, backend: Tokenizer, *, strip_first_space: bool = False) -> None:
+    def __init__(self, backend: Tokenizer) -> None:
         self.backend = backend
         self._fast: fastokens.Tokenizer | None = None
         self._segments: SegmentEncoder | None = None
         self._frame: tuple[Sequence[int], Sequence[int]] | None = None
         self._added = backend.get_added_tokens_decoder()
-        self.strip_first_space = strip_first_space
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
         steps = _decoder_steps(backend)
         self.byte_level = "ByteLevel" in steps
         self._by_metaspace = "Metaspace" in steps  # which strips all spaces of a first token
+        scheme = steps.get("Metaspace", {}).get("prepend_scheme", "never")
+        self.strip_first_space = "Strip" in steps or scheme != "never"
         self._has_byte_tokens = "ByteFallback" in steps
         self._space = _SPACE if steps.keys() & {"Replace", "Metaspace"} else " "
         self._bytes: dict[int, bytes] = {}
@@ -266,11 +264,8 @@ def load_tokenizer(source: str | Mapping[str, Any], *, encodes: bool = True) -> 
         backend.no_padding()
         if getattr(backend.model, "dropout", None):
             backend.model.dropout = None
-        steps = _decoder_steps(backend)
-        never = steps.get("Metaspace", {}).get("prepend_scheme", "never") == "never"
-        return TextTokenizer(backend, strip_first_space="Strip" in steps or not never)
+        return TextTokenizer(backend)
     try:
-        backend, strip_first_space = build_from_gguf(source, encodes=encodes)
+        return TextTokenizer(build_from_gguf(source, encodes=encodes))
     except (AttributeError, LookupError, OverflowError, TypeError) as error:
         raise ValueError(f"invalid value of tokenizer.ggml ({error})") from error
-    return TextTokenizer(backend, strip_first_space=strip_first_space)

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from baton.engine.core.sequence import blocks_for
-from baton.engine.cpu.native.library import load, widens_bf16
+from baton.engine.cpu.native.library import is_expected, widens_bf16
 from baton.engine.loading.memory import EngineShape, Footprint, footprint, kv_geometry
 from baton.model.model_config import ModelConfig, ModelError
 from fleet.cli.capacity_options import CapacityOptions
@@ -69,7 +69,7 @@ def plan_capacity(
         context=context,
         ranks=options.tensor_parallel,
         draft=draft,
-        native=load() is not None,
+        native=is_expected(),
         widened=widens_bf16(),
     )
     need = footprint(shape)

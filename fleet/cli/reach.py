@@ -11,8 +11,6 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from baton.registry.admin_commands import AdminCommands, CommandReply
-from baton.registry.redis_store import Registry, RegistryUnavailableError
 from fleet.cli.common import FleetOption, RemoteFleet, bearer, fail, running_fleet
 from fleet.local.audited import operator_name
 from fleet.local.http_trust import trusted
@@ -82,6 +80,10 @@ def order(
     ``fleet/pools/admin_commands.py`` lists the verbs and their arguments. Each model of a
     fleet has a controller, which the router finds by ``model`` or by the workers.
     """
+    # the client of Redis takes longer to load than most commands take
+    from baton.registry.admin_commands import AdminCommands, CommandReply
+    from baton.registry.redis_store import Registry, RegistryUnavailableError
+
     arguments = dict(arguments or {})
     if isinstance(place, RemoteFleet) or model is not None or _has_lanes(place):
         return _by_router(place, verb, list(workers), arguments, timeout_s, model)

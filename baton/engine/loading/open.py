@@ -86,7 +86,10 @@ def _open_safetensors(
     tensors = _stored_tensors(artifact, dtype, files)
     table = _with_head(artifact, weight_table(artifact.config, "safetensors"), tensors)
     _drop_zero_biases(table, tensors)
-    check_table(artifact, table, tensors, lambda entry: _problem(entry, tensors[entry.source]))
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    unsupported = {name: kind for name, kind in dtypes.items() if kind not in STORED_DTYPES}
+    check_table(artifact, table, shapes, unsupported)
 
     latest: dict[tuple[str, int], torch.Tensor] = {}  # expert, of which up follows gate
 
@@ -164,11 +167,3 @@ def _equal(left: Stored, right: Stored) -> bool:
     begins = range(0, left.shape[0], _COMPARED_ROWS)
     pieces = [slice(begin, begin + _COMPARED_ROWS) for begin in begins]
     return all(torch.equal(left[some], right[some]) for some in pieces)
-
-
-def _problem(entry: WeightName, stored: Stored) -> str:
-    if stored.dtype not in STORED_DTYPES:
-        return f"{entry.source} has unsupported dtype {stored.dtype}"
-    if stored.shape != entry.shape:
-        return f"{entry.source} is {list(stored.shape)}, not {list(entry.shape)}"
-    return ""

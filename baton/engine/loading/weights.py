@@ -4,7 +4,7 @@ Packed weights take about as much memory as the tensors that were read. So the p
 the model and one tensor, not two models. ``baton/engine/loading/open.py`` creates these mappings.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 
 import torch
 
@@ -77,30 +77,31 @@ def finished(
 
 def check_table(
     artifact: ModelArtifact,
-    table: Iterable[WeightName],
-    names: Iterable[str],
-    problem: Callable[[WeightName], str],
+    table: Sequence[WeightName],
+    shapes: Mapping[str, tuple[int, ...]],
+    unsupported: Mapping[str, str],
 ) -> None:
     """Compare the weights that a family needs with those in the artifact, before reading.
 
-    ``problem`` returns what is wrong with a weight in the artifact, or "".
+    ``shapes`` and dtypes that are ``unsupported`` are those of the artifact, by name.
 
     Raises:
         ModelError: Weights are missing, wrong, or unknown; the message lists the first few.
     """
-    table = list(table)
-    names = set(names)
-    problems = [
-        f"{entry.source} is missing" if entry.source not in names else problem(entry)
-        for entry in table
-    ]
+    problems = []
+    for name, shape in {entry.source: entry.shape for entry in table}.items():
+        if name not in shapes:
+            problems.append(f"{name} is missing")
+        elif name in unsupported:
+            problems.append(f"{name} has unsupported dtype {unsupported[name]}")
+        elif shapes[name] != shape:
+            problems.append(f"{name} is {list(shapes[name])}, not {list(shape)}")
     # a tied model may store its head anyway
     known = {entry.source for entry in table} | {ROPE_FACTORS, *GLOBAL_NAMES["head"]}
-    unknown = sorted(n for n in names - known if not n.endswith(IGNORED))
+    unknown = sorted(n for n in shapes.keys() - known if not n.endswith(IGNORED))
     if unknown:
         listed = ", ".join(unknown[:4])
         problems.append(f"{len(unknown)} weights are not part of the family ({listed})")
-    problems = [text for text in problems if text]
     if problems:
         shown = "; ".join(problems[:4])
         more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""

@@ -26,7 +26,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from baton.engine.compiled import Functions, compiled, cpu_flags, declared
+from baton.engine.compiled import Functions, compiled, compiler, cpu_flags, declared
 
 SOURCES = (
     *("team.h", "team.cpp", "cores.h", "cores.cpp"),
@@ -58,6 +58,11 @@ def load() -> ctypes.CDLL | None:
     """Return the library, compiled first if need be, or ``None`` where it is unavailable."""
     path = None if _wanted() == "0" else _path()
     return None if path is None else declared(ctypes.CDLL(str(path)), _FUNCTIONS)
+
+
+def is_expected() -> bool:
+    """Return whether this machine can have the library, without compiling it."""
+    return _wanted() != "0" and cpu_flags() >= _CPU_FLAGS and compiler() is not None
 
 
 @functools.cache
