@@ -18,7 +18,7 @@ from router.routing.workers.table import WorkerTable
 _LOG = logging.getLogger(__name__)
 
 EXCHANGE_EVERY_S = 0.2
-_ANSWER_S = 0.7  # Redis does not answer if a read of prompts takes longer
+_ANSWER_S = 1.2  # Redis does not answer if a read of prompts takes longer
 
 
 class SharingLane(Protocol):

@@ -21,7 +21,7 @@ _LEAST_TOKENS = 512  # of a prompt that may be long
 _SHARE = 0.1  # longest time of announcing ÷ time that the prompt takes
 _MOST_S = 0.25
 _OPEN_EVERY_NS = 500_000_000
-_SILENT_NS = 1_500_000_000
+_SILENT_NS = 2_000_000_000
 _MOST_NEWS = 1024  # not written yet
 _MOST_HASH_BYTES = 256 * 1024
 

@@ -134,7 +134,7 @@ async def test_siblings_of_a_router_that_dies_do_not_wait_for_it(routers):
     dead_s = monotonic()
     await router.die()
     await until(lambda: not other.gateway.prompts._others)
-    assert monotonic() - dead_s < 2.5
+    assert monotonic() - dead_s < 4
     await until(lambda: placed(*theirs))
     assert first.record.error is None
 
@@ -145,7 +145,7 @@ async def test_redis_that_hangs_holds_nothing_up(routers, redis_server):
     theirs = [active for owner, active in rest if owner is other and not active.decode_id]
     os.kill(redis_server.pid, signal.SIGSTOP)
     try:
-        await until(lambda: not other.gateway.prompts.on, timeout_s=2.0)
+        await until(lambda: not other.gateway.prompts.on, timeout_s=4.0)
         await until(lambda: placed(*theirs), timeout_s=3.0)
         fresh = [r.submit(f"late{n}", n, prefix=PREFIX[::-1]) for n, r in enumerate(routers)]
         assert len(placed(*fresh)) == 2, "nothing is announced now"
@@ -243,10 +243,10 @@ async def test_routers_say_twice_a_second_what_is_open_and_are_forgotten_without
     own = reader.submit(request("own", prompt=range(6000)), asyncio.Event())
     reader.prompts.take()
     start_ns = reader.placer.clock_ns()
-    for seconds in (0.6, 1.2, 1.8):
+    for seconds in (0.6, 1.2, 2.1):
         reader.placer.clock_ns = partial(int, start_ns + seconds * 1e9)
         reader.prompts.tick()
-        assert list(reader.prompts._others) == (["x"] if seconds < 1.5 else [])
+        assert list(reader.prompts._others) == (["x"] if seconds < 2 else [])
         (said,) = reader.prompts.take()
         assert msgspec.msgpack.decode(said, type=PromptNews).open == (own.id,)
 
