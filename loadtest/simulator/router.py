@@ -32,6 +32,7 @@ from router.routing.admission.fair_queue import Waiting
 from router.routing.admission.slo_gate import GateRequest, SloDecision, SloGate
 from router.routing.peers.work_counter import WorkCounter
 from router.routing.placement.placer import Placer, Quote
+from router.routing.placement.prefill_replacement import replace_prefill
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
 from router.routing.requests.sibling_admitter import SiblingAdmitter
@@ -429,7 +430,7 @@ class SimulatedRouter(WorkerListener):
         slots = self._table.of_role("prefill")
         attempt = self._attempts.get(record.id)
         fit = [slot for slot in slots if attempt and slot.incarnation not in record.failed_prefills]
-        best = self._placer.replace_prefill(record.request, record.prefill_id, fit)
+        best = replace_prefill(self._placer, record.request, record.prefill_id, fit)
         if attempt is None or best is None:
             record.wants_prefill = attempt is not None
             return

@@ -5,20 +5,17 @@ The decode worker keeps its reservation and sends ``PrefillNeeded``. The decisio
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import monotonic_ns
 
 from batonpb.decode_pb2 import PrefillNeeded, PrefillReplacement, RouterFrame
 
 from baton.types.errors import BatonError, TransferError, UnavailableError
-from baton.types.geometry import context_tokens
 from baton.wire.codecs import error_to_wire
 from router.process_core import ProcessCore
-from router.routing.placement.booked_load import Booking
-from router.routing.placement.cost import WorkerLoad
 from router.routing.placement.placer import Placer
-from router.routing.placement.worker_load import LoadReader
+from router.routing.placement.prefill_replacement import replace_prefill
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.dispatch import prefill_target, prefix_sources
 from router.routing.requests.observer import Observer
@@ -100,25 +97,10 @@ class PrefillRecovery:
             if slot.role == "prefill" and slot.worker_id != active.decode_id
         ]
 
-    def _book(self, active: ActiveRequest, slots: Sequence[WorkerSlot]) -> WorkerLoad | None:
-        """Book a prompt at the one of ``slots`` with the fewest tokens, and return it."""
-        placer = self.placer
-        now_ns = placer.clock_ns()
-        loads = [LoadReader(placer.book).of(slot, 0) for slot in slots]
-        best = min(loads, key=lambda load: load.queued_tokens, default=None)
-        if best is not None:
-            placer.computing.move(active.id, best, now_ns)
-            placer.book.take_back(active.prefill_id, active.id)
-            tokens = len(active.request.prompt)
-            context = context_tokens(0, tokens)
-            booking = Booking(tokens=tokens, context=context, streams=0, at_ns=now_ns)
-            placer.book.book(best.worker_id, active.id, booking)
-        return best
-
     def _try_replacement(self, active: ActiveRequest, avoid: bytes = b"") -> None:
         tried = {*active.record.failed_prefills, avoid}
         fit = [slot for slot in self._prefills(active) if slot.incarnation not in tried]
-        best = self._book(active, fit)
+        best = replace_prefill(self.placer, active.request, active.prefill_id, fit)
         link = self.workers.link(best.worker_id) if best is not None else None
         if link is None:
             self._wait(active)
