@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from baton.config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.core.speculative.proposers import SpeculationSettings
+from baton.engine.cpu.native import library
 from baton.engine.loading.memory import EngineShape, automatic_blocks, footprint, pool_geometry
 from baton.engine.process import messages
 from baton.engine.process.handle import EngineHandle
@@ -293,3 +294,14 @@ async def _fill(engine: EngineHandle, number: int, context: int) -> None:
     engine.submit(command, on_report)
     async with asyncio.timeout(300):
         assert not await ended
+
+
+def test_an_estimate_compiles_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_now() -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr("baton.engine.cpu.native.library.compiled", lambda *_, **__: compile_now())
+    library.load.cache_clear()
+    library._path.cache_clear()
+    assert plan_capacity(resolve_model(DEFAULT_MODEL).config, CapacityOptions(), 0).need.total > 0
+    library._path.cache_clear()
