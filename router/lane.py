@@ -63,8 +63,7 @@ class Lane:
         self.observer.fitted = lambda worker_id: fitted_rates(gateway.workers.get(worker_id))
         self.worker_cells = WorkerCells(gateway.workers)
         self.grammars = GrammarChecker(model.vocabulary, metrics)
-        most_pixels = core.settings.clients.images.most_pixels
-        self.images = Images(model, gateway.workers, most_pixels)
+        self.images = Images(model, gateway.workers, core.settings.clients.images)
         self.prober = Prober(gateway, core.settings, tasks)
         self._feeds = self._feeds_of(sources.tables) if sources.tables is not None else []
 

@@ -27,6 +27,9 @@ KEYS_IN_REDIS = "redis"
 
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s*?#]+)$")]
 ServedHost = Annotated[str, StringConstraints(to_lower=True, pattern=r"^[A-Za-z0-9_.-]{1,253}$")]
+ImageHost = Annotated[
+    str, StringConstraints(to_lower=True, pattern=r"^[A-Za-z0-9_.-]{1,253}(:[0-9]{1,5})?$")
+]
 Objective = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,253}$")]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
@@ -62,10 +65,12 @@ class ImagesConfig(Section):
     Attributes:
         most: Images of a request, those of earlier turns included.
         most_pixels: Pixels of all images of a request together.
+        hosts: Hosts from which images are fetched, each HOST or HOST:PORT. Redirects are refused.
     """
 
     most: Annotated[int, Field(ge=0, le=256)] = 16
     most_pixels: Annotated[int, Field(ge=1024, le=1 << 26)] = 1 << 25
+    hosts: Annotated[tuple[ImageHost, ...], Field(strict=False)] = ()
 
 
 class ApiKeyConfig(Section):

@@ -6,9 +6,11 @@ image gives others.
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -33,6 +35,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="`make test-vllm` makes the environment"),
 ]
 EXPECTED_S = 5.0
+(HOST_PORT,) = free_ports(1)
 # Otherwise each vLLM computes a pile of images before it starts.
 FEW = (*ARGS, "--skip-mm-profiling", "--limit-mm-per-prompt", '{"image": 16}')
 CONFIG = f"""
@@ -46,6 +49,7 @@ api_keys:
   key-of-tenant-a: {{tenant: a, log_text: true}}
   key-of-tenant-b: b
   key-of-tenant-operator: {{tenant: operator, role: operator}}
+clients: {{images: {{hosts: ["127.0.0.1:{HOST_PORT}"]}}}}
 logs: {{format: json, requests: true}}
 pools:
   prefill: 0
@@ -123,6 +127,32 @@ def test_the_tokens_are_those_of_vllm_alone(fleet: Fleet) -> None:
         assert given["prompt_token_ids"] == own["prompt_token_ids"]
         assert given["choices"][0]["token_ids"] == own["choices"][0]["token_ids"]
         assert given["usage"]["prompt_tokens"] == own["usage"]["prompt_tokens"]
+
+
+def test_an_image_of_a_listed_host_is_the_same_image(fleet: Fleet, tmp_path: Path) -> None:
+    url = picture(6)
+    (tmp_path / "a.png").write_bytes(base64.b64decode(url.partition(",")[2]))
+    command = [sys.executable, "-m", "http.server", str(HOST_PORT), "-b", "127.0.0.1"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as host:
+        there = f"http://127.0.0.1:{HOST_PORT}"
+        try:
+            wait_for(lambda: is_up(there), 20)
+            answers = [chat(fleet, question(each)) for each in (url, f"{there}/a.png")]
+            missing = chat(fleet, question(f"{there}/b.png"))
+        finally:
+            host.terminate()
+    ids = [answer.json()["prompt_token_ids"] for answer in answers]
+    assert ids[0] == ids[1]
+    texts = [answer.json()["choices"][0]["token_ids"] for answer in answers]
+    assert texts[0] == texts[1]
+    assert missing.status_code == 400
+    assert "status 404" in missing.json()["error"]["message"]
+
+
+def is_up(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url, trust_env=False).status_code == 200
+    return False
 
 
 def route_of(answer: httpx.Response) -> str:
@@ -260,7 +290,7 @@ def test_what_is_no_image_is_refused_by_the_name_of_its_part(fleet: Fleet) -> No
     text = {"type": "text", "text": "What is it?"}
     file = base64.b64decode(picture(1).partition(",")[2])
     bad = {
-        "https://example.com/a.png": "not fetched",
+        "https://example.com/a.png": "fleet file",
         "data:image/png;base64,": "is no PNG",
         "data:image/png;base64,AAAA": "is no PNG",
         "data:image/png;base64,!!!!": "no valid base64",

@@ -37,7 +37,10 @@ async def read_images(body: ChatBody, lane: Lane, tenant: str) -> Images:
     ready: dict[str, tuple[bytes, ImageForm]] = {}
     for _, where, url in listed:
         if url not in ready:
-            data = await off_loop(len(url), partial(_file_in, url, where))
+            if head := _DATA_URL.match(url):
+                data = await off_loop(len(url), partial(_file_in, url[head.end() :], where))
+            else:
+                data = await lane.images.remote.file(url, where, tenant)
             ready[url] = data, await lane.images.form(data, where, tenant)
         pixels += ready[url][1][2]
         if pixels > limits.most_pixels:
@@ -45,15 +48,10 @@ async def read_images(body: ChatBody, lane: Lane, tenant: str) -> Images:
     return ready
 
 
-def _file_in(url: str, where: str) -> bytes:
+def _file_in(text: str, where: str) -> bytes:
     """Return the file that the URL of an image contains."""
-    head = _DATA_URL.match(url)
-    if head is None:
-        raise InvalidRequestError.at(
-            where, "the image is no `data:` URL with base64; other URLs are not fetched"
-        )
     try:
-        return binascii.a2b_base64(url[head.end() :], strict_mode=True)
+        return binascii.a2b_base64(text, strict_mode=True)
     except ValueError:
         raise InvalidRequestError.at(where, "the image is no valid base64") from None
 

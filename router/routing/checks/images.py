@@ -5,6 +5,7 @@ of an image, so an answer holds for all images of its size. A worker that finds 
 prompt ends the request with an error.
 """
 
+import asyncio
 import random
 from hashlib import blake2b
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import grpc.aio
 import msgspec
 
+from baton.config.clients import ImagesConfig
 from baton.text.confined import frame
 from baton.text.image_check import ImageFile, ImageFinding
 from baton.text.template import IMAGE_MARK
@@ -20,6 +22,7 @@ from baton.wire.codecs import error_from_wire
 from baton.wire.tokens import unpack_tokens
 from router.routing.checks.fair_limit import FairLimit
 from router.routing.checks.process import ConfinedProcess, ProcessEndedError
+from router.routing.checks.remote_images import RemoteImages
 from router.routing.workers.table import WorkerTable
 from router.served_model import ServedModel
 
@@ -32,12 +35,17 @@ ImageForm = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Images:
-    """Checks and forms of the images of one model's clients."""
+    """Checks and forms of the images of one model's clients.
 
-    def __init__(self, model: ServedModel, workers: WorkerTable, most_pixels: int) -> None:
+    Attributes:
+        remote: Images that requests name by URL.
+    """
+
+    def __init__(self, model: ServedModel, workers: WorkerTable, limits: ImagesConfig) -> None:
+        self.remote = RemoteImages(limits.hosts)
         self._model = model
         self._workers = workers
-        self._most_pixels = most_pixels
+        self._most_pixels = limits.most_pixels
         self._process = ConfinedProcess("baton.text.image_check")
         self._limit = FairLimit(1, "images")
         self._asking = FairLimit(4, "images")
@@ -55,7 +63,7 @@ class Images:
             InvalidRequestError: It is no image that can be used.
             UnavailableError: No worker answers, or too many images of the tenant wait.
         """
-        digest = blake2b(data).digest()
+        digest = await asyncio.to_thread(lambda: blake2b(data).digest())
         async with self._limit.place(tenant):
             finding = self._findings.get(digest) or await self._examined(data)
             _keep(self._findings, digest, finding)

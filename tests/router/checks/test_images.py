@@ -8,6 +8,7 @@ import pytest
 from batonpb.decode_pb2 import Hello
 from PIL import Image
 
+from baton.config.clients import ImagesConfig
 from baton.text.image_check import ImageFile, ImageFinding, examined
 from baton.types.errors import BatonError, InvalidRequestError, UnavailableError
 from router.routing.checks.images import Images
@@ -64,7 +65,7 @@ def test_formats_are_those_of_the_content() -> None:
 
 
 async def test_bombs_end_neither_the_router_nor_its_checks(model) -> None:
-    images = Images(model, no_workers(), MOST_PIXELS)
+    images = Images(model, no_workers(), ImagesConfig(most_pixels=MOST_PIXELS))
     try:
         for data in (bomb(50_000, 50_000), bomb(1025, 1024), bomb(1 << 30, 1 << 30), b"x" * 99):
             with pytest.raises(InvalidRequestError, match=r"messages\[2\]") as error:
@@ -78,7 +79,7 @@ async def test_bombs_end_neither_the_router_nor_its_checks(model) -> None:
 
 async def test_a_decoder_that_takes_too_long_is_ended(model, monkeypatch) -> None:
     monkeypatch.setattr("router.routing.checks.images._DECODE_S", 0.01)
-    images = Images(model, no_workers(), 1 << 26)
+    images = Images(model, no_workers(), ImagesConfig(most_pixels=1 << 26))
     try:
         await images._process.start()
         with pytest.raises(BatonError, match="to decode"):

@@ -15,7 +15,7 @@ class ImageUrl(Body):
     """Image of a message's content."""
 
     url: NonEmpty
-    """`data:` URL with base64; other URLs are not fetched"""
+    """`data:` URL with base64, or a URL of a host in `clients: {images: {hosts}}`"""
 
     accepted: ClassVar[dict[str, str]] = {"detail": "the model's processor sets the resolution"}
 

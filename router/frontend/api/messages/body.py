@@ -32,7 +32,7 @@ class MessagesBlock(Body):
     text: str | None = None
     """the text of a text block"""
     source: dict[str, Any] | None = None
-    """an image, for models that vLLM serves with images: `data` in base64, or a `data:` URL"""
+    """an image, for models that vLLM serves with images: `data` in base64, or a URL as in chats"""
     thinking: str | None = None
     """passed to chat templates that include earlier reasoning"""
     id: NonEmpty | None = None
