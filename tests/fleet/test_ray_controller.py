@@ -516,6 +516,7 @@ async def test_a_life_that_answers_no_more_is_ended_and_followed_by_another(
 ) -> None:
     """Defect 5d: silent for the deadline, killed for certain, and replaced."""
     monkeypatch.setattr(liveness, "ASK_EVERY_S", 0.05)
+    monkeypatch.setattr(liveness, "_ASK_STARTING_S", 0.05)
     monkeypatch.setattr(liveness, "FROZEN_AFTER_S", 0.5)
     lives: list[Actor] = []
 

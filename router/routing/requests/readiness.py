@@ -40,7 +40,7 @@ class Prober:
     """Keeps the last result for ``probe_every_s``; callers share it.
 
     A result is for one set of workers: when the set changes they are probed again, though not
-    sooner than ``probe_pause_s`` after the last round, or ten times as long as that took.
+    sooner than ``probe_pause_s`` after the last round, or ten times its duration if that is less.
     """
 
     def __init__(self, gateway: Gateway, settings: ProcessSettings, tasks: BackgroundTasks) -> None:

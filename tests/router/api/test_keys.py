@@ -90,8 +90,9 @@ async def test_health_is_open_and_strangers_start_no_urgent_work(make_fleet):
     assert (await fleet.http.get("/health/ready")).json()["age_s"] < 1.0
 
 
-async def test_workers_that_come_and_go_are_probed_now_and_then(make_fleet):
+async def test_workers_that_come_and_go_are_probed_now_and_then(make_fleet, monkeypatch):
     """Defect 13: each change of the workers and each call were a round of probes."""
+    monkeypatch.setattr("router.routing.requests.readiness._PAUSES", 10_000)  # a long round
     fleet = await make_fleet({"decode-0": None}, probe_pause_s=0.4)
     await fleet.http.get("/health/ready")
     await fleet.add("decode-1")

@@ -146,7 +146,7 @@ def test_null_is_the_default_of_every_optional_field(kind: type[Body]) -> None:
         inner |= more
     assert {one.__name__ for one in inner - seen} <= {"FunctionOffered", "FunctionNamed"} | {
         *("CalledFunction", "CalledCustom", "InputGrammar", "CustomNamed", "ToolNamed"),
-        *("SomeTools", "ContextAmount", "Document", "ResponsesFunctionName"),
+        *("SomeTools", "ContextAmount", "Document", "ResponsesFunctionName", "ImageUrl"),
     }
 
 
