@@ -151,7 +151,7 @@ def config_check(file: FileArgument = None, as_json: JsonOption = False) -> None
         if lane.model.startswith("hub:"):
             typer.echo(f"looking for {lane.model} in the cache, then on the hub", err=True)
         try:
-            model = preflight.describe_model(lane, tokenizer=True)
+            model = preflight.describe_model(lane, whole=True)
         except ValueError as error:
             fail(f"{config_file}: model = {lane.model}: {error}")
         of_lane = f"{lane.model_names[0]}: " if config.models else ""

@@ -168,7 +168,7 @@ def _check(state: FleetState, file: Path) -> None:
     if plan.refused:
         raise FileEditError("; ".join(plan.refused))
     for lane in config.lanes:
-        if warning := describe_model(lane, tokenizer=True).warning:
+        if warning := describe_model(lane, whole=True).warning:
             typer.echo(f"note: {warning}")
 
 

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from baton.config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
 from baton.config.load import load_config
+from baton.engine.loading.open import check_weights
 from baton.model.artifact import resolve_model
 from fleet.cli import certificate_authority as authority
 from fleet.cli import lifecycle
@@ -32,6 +33,7 @@ from fleet.local.checks.preflight import Finding, PortTakenError, claim_port, de
 from fleet.local.http_trust import authority_for
 from fleet.local.state import FleetState, log_folder, save
 from fleet.process_key import ProcessKey
+from tests.engine.loading.test_loading import write_directory, write_gguf
 from tests.wire.certs import DAY
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -434,3 +436,21 @@ def test_without_a_file_the_error_names_the_ways_to_give_one(
     assert "fleet: mine" in result.output
     (tmp_path / "fleet.yaml").write_text("fleet: mine\n")
     assert CliRunner().invoke(app, ["config", "check", "fleet.yaml"]).exit_code == 0
+
+
+def test_the_check_compares_the_heads_of_the_weights_and_reads_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.text.tokenizer.load_tokenizer", lambda *_, **__: None)  # none here
+    write_gguf(tmp_path / "whole.gguf")
+    write_gguf(tmp_path / "part.gguf", leave_out=("blk.0.ffn_up.weight",))
+    for name, code in (("whole", 0), ("part", 1)):
+        (tmp_path / "f.yaml").write_text(f"model: {tmp_path / name}.gguf\n")
+        found, text = baton("config", "check", str(tmp_path / "f.yaml"))
+        assert found == code, text
+        assert ("blk.0.ffn_up.weight is missing" in text) == (code == 1)
+    write_directory(tmp_path / "fits")
+    check_weights(resolve_model(str(tmp_path / "fits")))
+    write_directory(tmp_path / "wide", intermediate_size=112)
+    with pytest.raises(ValueError, match=r"is \[96, 64\], not \[112, 64\]"):
+        check_weights(resolve_model(str(tmp_path / "wide")))

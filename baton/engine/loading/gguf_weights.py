@@ -67,13 +67,13 @@ def _converted(
     files: ExitStack,
 ) -> Mapping[str, Reader]:
     """Convert and cache the weights; without a cache, convert while reading."""
-    converters = _converters(artifact, table, dtype, files)
+    converters = gguf_converters(artifact, table, dtype, files)
     _write_cache(path, _layout(table, dtype), artifact, converters, progress)
     give_back()
     return _open_cache(path, _layout(table, dtype), files) or converters
 
 
-def _converters(
+def gguf_converters(
     artifact: ModelArtifact, table: list[WeightName], dtype: str, files: ExitStack
 ) -> dict[str, Reader]:
     """Return a reader of each converted weight. RoPE factors in the file are added to the table."""

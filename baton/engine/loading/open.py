@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from baton.engine.loading.gguf_weights import open_gguf_weights
+from baton.engine.loading.gguf_weights import gguf_converters, open_gguf_weights
 from baton.engine.loading.quantised_tensor import QuantisedTensor, Stored, join_quantised
 from baton.engine.loading.safetensors_file import DTYPES as STORED_DTYPES
 from baton.engine.loading.safetensors_file import SafetensorsFile, StoredTensor
@@ -67,6 +67,19 @@ def open_weights(
             yield open_gguf_weights(artifact, dtype, progress, rows, files)
         else:
             yield _open_safetensors(artifact, DTYPES[dtype], progress, rows, files)
+
+
+def check_weights(artifact: ModelArtifact) -> None:
+    """Compare names and shapes in the weight files with what the family needs; read no weights.
+
+    Raises:
+        ModelError: Weights are missing, wrong or unknown, or a file is damaged.
+    """
+    with ExitStack() as files:
+        if artifact.format == "gguf":
+            gguf_converters(artifact, weight_table(artifact.config, "gguf"), "bf16", files)
+        else:
+            _open_safetensors(artifact, DTYPES["bf16"], silent, all_rows, files)
 
 
 def load_weights(

@@ -194,22 +194,23 @@ def engine_speed(config: FleetConfig) -> Finding:
     return _finding("speed", lambda: _speed(config))
 
 
-def describe_model(config: FleetConfig, *, tokenizer: bool = False) -> ModelFinding:
+def describe_model(config: FleetConfig, *, whole: bool = False) -> ModelFinding:
     """Check the fleet's model with its files, draft model and adapters, and summarise the model.
 
-    The ``tokenizer``, too, where its second is no delay: otherwise the router reports it. A hub
-    that is silent is a warning: it may answer the workers, which wait longer.
+    With ``whole`` the tokenizer and the heads of the weights, too, where seconds are no delay:
+    otherwise the router and the workers report them. A hub that is silent is a warning: it may
+    answer the workers, which wait longer.
 
     Raises:
         ValueError: One of them cannot be found or is not supported.
     """
     try:
-        return _checked_model(config, tokenizer)
+        return _checked_model(config, whole)
     except HubSilentError as error:
         return ModelFinding("model not checked", chats=True, warning=str(error))
 
 
-def _checked_model(config: FleetConfig, tokenizer: bool) -> ModelFinding:
+def _checked_model(config: FleetConfig, whole: bool) -> ModelFinding:
     from baton.engine.models.split import splits_of
     from baton.model.artifact import resolve_model
     from baton.model.lora_artifact import read_adapter
@@ -246,8 +247,12 @@ def _checked_model(config: FleetConfig, tokenizer: bool) -> ModelFinding:
         _check_template(Path(config.chat_template))
     else:
         ChatTemplate(artifact.chat_template, with_tools=artifact.tool_template)
-    if tokenizer:
+    if whole:
         load_tokenizer(artifact.tokenizer_source(), encodes=False)
+        if artifact.weight_files and not external and config.pools.engine.emulated is None:
+            from baton.engine.loading.open import check_weights  # with torch
+
+            check_weights(artifact)
     if config.gates.golden is not None:
         read_golden(config.gates.golden)
     return ModelFinding(
@@ -268,7 +273,7 @@ def _check_template(file: Path) -> None:
 
 
 def _described(config: FleetConfig) -> str:
-    model = describe_model(config, tokenizer=True)
+    model = describe_model(config, whole=True)
     if model.warning:
         raise RuntimeError(model.warning)
     return model.text
