@@ -264,15 +264,17 @@ async def test_answers_outlive_their_decode_worker(tmp_path, how):
     with fleet(tmp_path, "prefill-0", "decode-0", "decode-1") as running:
         answers = await asyncio.gather(*(read(running.url, body) for body in ANSWERS.values()))
         want = dict(zip(ANSWERS, answers, strict=True))
-        begun = {name: asyncio.Event() for name in ANSWERS}
-        asked = {
-            name: asyncio.create_task(read(running.url, body, begun[name]))
-            for name, body in ANSWERS.items()
-        }
-        for event in begun.values():
-            await event.wait()
+        asked: dict[str, asyncio.Task] = {}
         busy: list[dict] = []
-        while not busy:  # a report is a quarter of a second old
+        while not busy:  # a report is a quarter of a second old, and answers may end before it
+            if all(task.done() for task in asked.values()):
+                begun = {name: asyncio.Event() for name in ANSWERS}
+                asked = {
+                    name: asyncio.create_task(read(running.url, body, begun[name]))
+                    for name, body in ANSWERS.items()
+                }
+                for event in begun.values():
+                    await event.wait()
             shown = running.workers_shown().values()
             busy = [one for one in shown if one["role"] == "decode" and one["running"]]
             await asyncio.sleep(0.02)

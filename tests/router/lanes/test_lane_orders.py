@@ -123,6 +123,7 @@ async def test_a_fleet_is_ready_without_the_models_that_are_unloaded(two_lanes) 
     await until(lambda: not lane.is_loaded and not list(lane.gateway.workers.usable))
     ready = await lanes.fleet.http.get("/health/ready")
     assert ready.status_code == 200
+    await until(lambda: not any(slot.state == "ready" for slot in lane.gateway.workers))
     models = (await lanes.fleet.http.get("/fleet/models")).json()["models"]
     assert {one["name"]: one["loaded"] for one in models} == {"smollm2": True, OTHER: False}
     assert {one["name"]: one["workers"] for one in models} == {"smollm2": {"ready": 1}, OTHER: {}}
