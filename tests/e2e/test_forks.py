@@ -66,7 +66,7 @@ async def ask(client: httpx.AsyncClient, url: str, system: str, number: int) -> 
 
 
 async def fork(urls: Sequence[str], name: str, *also: Awaitable) -> list[float | BaseException]:
-    """What `ask` returns for each sibling; they come within 50 ms, at the routers in turn."""
+    """Send all siblings within 50 ms, to the routers in turn; return the results of `ask`."""
     system = text(name)
     limits = httpx.Limits(max_connections=2 * SIBLINGS)
     async with httpx.AsyncClient(timeout=120, limits=limits) as client:

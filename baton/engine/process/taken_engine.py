@@ -67,7 +67,7 @@ async def take_engine(
 
 def _ask(path: str, settings: EngineSettings) -> tuple[int, socket.socket, list[int]] | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with suppress(OSError):  # nobody listens: all engines are taken
+    with suppress(OSError):  # no process listens: all are taken
         connection.settimeout(_ANSWER_LIMIT_S)
         connection.connect(path)
         connection.send(msgspec.json.encode(settings))

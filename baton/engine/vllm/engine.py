@@ -54,7 +54,7 @@ class VllmEngine(RemoteEngine):
 
     target = protocol.GENERATE
     is_attached = False
-    """Whether the server was not started by Baton."""
+    """True for a server that Baton did not start."""
 
     def __init__(
         self,

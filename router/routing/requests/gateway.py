@@ -96,7 +96,7 @@ class Gateway:
             shared=self.prompts,
         )
         self._dispatcher = Dispatcher(core, self.workers, self.placer, observer, self.router_id)
-        self.on_report: Callable[[str, WorkerStatus, int], None] | None = None  # before its use
+        self.on_report: Callable[[str, WorkerStatus, int], None] | None = None  # may change one
         self.active: dict[str, ActiveRequest] = {}
         self._shadows: dict[str, ActiveRequest] = {}  # copies that run, the oldest first
         self.kept = KeptRecords(core.settings.kept_records)

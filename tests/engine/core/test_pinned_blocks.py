@@ -53,7 +53,7 @@ def test_they_are_evicted_when_nothing_else_is_left() -> None:
 
 
 def test_above_the_budget_the_oldest_pins_of_the_tenant_end() -> None:
-    """Of a long sequence the first blocks stay, as the others cannot be used without them."""
+    """The first blocks of a long sequence stay: the later ones cannot be used without them."""
     pool = BlockPool(20)
     quarter = Retention(60, 0.25)
     old = pinned(pool, 3, 1, retention=quarter)
