@@ -209,7 +209,7 @@ def _json(content: dict[str, Any]) -> Response:
 
 def _healthy(router: Process) -> Response:
     ready = any(
-        lane.gateway.workers.usable or lane.settings.starts_from_zero for lane in router.lanes
+        lane.gateway.workers.usable or lane.gateway.starts_from_zero for lane in router.lanes
     )
     if not ready:
         raise UnavailableError("no worker is ready")
