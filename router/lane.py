@@ -71,7 +71,7 @@ class Lane:
         """Return the tasks that keep the lane's parts equal to Redis."""
         gateway = self.gateway
         count_failure = self.observer.task_failed
-        shares = ShareFeed(gateway, tables.demands, count_failure, self.observer.planned)
+        shares = ShareFeed(gateway, tables.demands, count_failure, gateway.planned)
         refreshed = gateway.workers.resting.refreshed
         index = IndexFeeder(self.prefix_index, tables.events, self.observer.metrics, refreshed)
         return [index, TicketFeed(gateway.tickets, tables.tickets, count_failure), shares]

@@ -78,7 +78,7 @@ def test_a_fleet_sleeps_and_wakes_at_all_routers_and_after_their_restart(fleet: 
     with httpx.stream(**post, timeout=120, trust_env=False) as running:
         lines = running.iter_lines()
         assert next(lines).startswith("data: {")
-        slept = call(fleet, "POST", "/sleep?level=1")
+        slept = call(fleet, "POST", "/sleep?level=1&mode=wait")
         assert (slept.status_code, slept.json()) == (200, {"status": "sleeping", "level": 1})
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]", "what ran has ended"

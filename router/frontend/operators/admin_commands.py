@@ -98,19 +98,22 @@ def _add_sleep(api: Endpoints, router: Process, desks: Mapping[str, AdminCommand
         return not any([(await ask(desk, "slots")).data for desk in desks.values()])
 
     async def are_awake() -> bool:
-        return all(lane.gateway.workers.usable for lane in router.lanes)
+        of = (lane.gateway for lane in router.lanes)
+        return all(each.workers.usable or each.starts_from_zero for each in of)
 
     @api.post("/sleep", include_in_schema=False)
     async def sleep(
         request: Request,
         level: Annotated[int, Query(ge=1, le=2)] = 1,
-        mode: Literal["abort", "wait"] = "wait",
+        mode: Literal["abort", "wait"] = "abort",
     ) -> dict[str, Any]:
-        """Stop the workers of all models after their requests, and return when they have ended.
+        """Stop the workers of all models, and return when they have ended.
 
-        Both levels free all memory. Level 0 and ``keep`` would keep it: they are refused.
+        ``abort`` ends requests with the tokens that they have, ``wait`` lets them end. Both levels
+        free all memory. Level 0 and ``keep`` would keep it: they are refused.
         """
-        if not await tell_all(request, _CommandBody(verb="unload"), are_gone):
+        command = _CommandBody(verb="unload", arguments={"abort": mode == "abort"})
+        if not await tell_all(request, command, are_gone):
             raise UnavailableError("the workers have not ended yet; they take no new requests")
         return {"status": "sleeping", "level": level}
 
@@ -127,7 +130,8 @@ def _add_sleep(api: Endpoints, router: Process, desks: Mapping[str, AdminCommand
     async def is_sleeping(request: Request) -> dict[str, bool]:
         """Return whether no model should have workers."""
         router.access.check_operator(request.headers)
-        return {"is_sleeping": not any(lane.is_loaded for lane in router.lanes)}
+        of = (lane.is_loaded or lane.gateway.starts_from_zero for lane in router.lanes)
+        return {"is_sleeping": not any(of)}
 
 
 def _models_of(router: Process, body: _CommandBody, names: list[str]) -> list[str]:

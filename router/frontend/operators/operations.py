@@ -101,11 +101,10 @@ def _add_fleet(api: Endpoints, router: Process) -> None:
         """Return metrics in Prometheus' text format, or OpenMetrics if ``Accept`` names it."""
         router.access.check_scrape(request.headers)
         router.refresh_gauges()
-        page = await asyncio.to_thread(router.metrics.render)
-        if not openmetrics.is_wanted(request.headers.get("accept", "")):
-            return Response(page, media_type=router.metrics.content_type)
-        converted = openmetrics.openmetrics(page, router.metrics.exemplars())
-        return Response(converted, media_type=openmetrics.CONTENT_TYPE)
+        modern = openmetrics.is_wanted(request.headers.get("accept", ""))
+        page = await asyncio.to_thread(router.metrics.render, in_openmetrics=modern)
+        kind = openmetrics.CONTENT_TYPE if modern else router.metrics.content_type
+        return Response(page, media_type=kind)
 
     @api.get("/fleet")
     async def fleet(request: Request) -> dict[str, Any]:
@@ -209,7 +208,7 @@ def _json(content: dict[str, Any]) -> Response:
 
 def _healthy(router: Process) -> Response:
     ready = any(
-        lane.gateway.workers.usable or lane.settings.starts_from_zero for lane in router.lanes
+        lane.gateway.workers.usable or lane.gateway.starts_from_zero for lane in router.lanes
     )
     if not ready:
         raise UnavailableError("no worker is ready")

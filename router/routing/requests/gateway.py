@@ -17,6 +17,7 @@ from time import monotonic_ns
 from batonpb.common_pb2 import WorkerStatus
 from batonpb.decode_pb2 import Cancel, Hello, RouterFrame
 
+from baton.registry.router_demands import PlannedSizes, Sleep
 from baton.registry.workers import RegistryWatcher
 from baton.text.tokenizer import TextTokenizer
 from baton.types.errors import (
@@ -102,6 +103,7 @@ class Gateway:
         self.kept = KeptRecords(core.settings.kept_records)
         self._pumping = False
         self._closing = False
+        self.asleep: Sleep = ""
         self.stopping = False  # the fleet stops: responses may finish, lost workers have exited
 
     def start(self, listener: LinkListener) -> None:
@@ -130,7 +132,9 @@ class Gateway:
         """
         if self._closing:
             raise UnavailableError("the router is shutting down")
-        waits = self.settings.starts_from_zero and self.placer.awaits_start(request)
+        if self.asleep:
+            raise UnavailableError("the model is unloaded until an operator loads it")
+        waits = self.starts_from_zero and self.placer.awaits_start(request)
         if request.probe or not waits:
             self.placer.check_served(request)
         active = ActiveRequest(RequestRecord(request, self._tokenizer), wakeup)
@@ -183,6 +187,19 @@ class Gateway:
             self.cancel_at_worker(active)
             self.release(active)
 
+    def planned(self, plan: PlannedSizes) -> None:
+        """Follow the controller, which reports whether the model is unloaded."""
+        self.asleep = plan.asleep
+        if plan.asleep == "abort":
+            for active in list(self.active.values()):
+                self.abort(active)
+        self.observer.planned(plan)
+
+    @property
+    def starts_from_zero(self) -> bool:
+        """True if requests may wait for a first worker."""
+        return self.settings.starts_from_zero and not self.asleep
+
     @property
     def in_flight(self) -> int:
         """Number of requests that have not ended, or whose worker has not confirmed the end."""
@@ -227,7 +244,7 @@ class Gateway:
 
     def _awaits_start(self) -> bool:
         """Return whether the next request waits for a worker that starts."""
-        head = self.admission.head if self.settings.starts_from_zero else None
+        head = self.admission.head if self.starts_from_zero else None
         return head is not None and self.placer.awaits_start(self.active[head.request_id].request)
 
     def _waits_for_prefix(self, active: ActiveRequest, wait: SiblingWait) -> None:

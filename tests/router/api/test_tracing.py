@@ -162,7 +162,7 @@ async def test_calls_are_metrics_of_the_conventions_with_the_trace_as_exemplar(f
     await fleet.complete(max_tokens=9000)
     accept = {"accept": "application/openmetrics-text"}
     ended = fleet.router.metrics.exemplars
-    await until(lambda: any(series.startswith("baton_e2e_seconds") for series in ended()))
+    await until(lambda: any(series[0].startswith("baton_e2e_seconds") for series in ended()))
     page = await fleet.http.get("/metrics", headers=accept)
     assert page.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     families = {family.name: family for family in openmetrics_families(page.text)}
