@@ -273,6 +273,12 @@ class PoolsConfig(Section):
         return ranks.prefill if role == "prefill" else ranks.decode
 
     @property
+    def roles_differ(self) -> bool:
+        """True if workers of the roles have unequal processes, and so cannot change roles."""
+        own = self.vllm is not None and self.vllm.prefill_args != ()
+        return own or self.width("prefill") != self.width("decode")
+
+    @property
     def servers(self) -> AttachedServers | None:
         """Servers that are attached; None if this fleet starts its workers."""
         section = self.vllm or self.llama_server

@@ -268,8 +268,8 @@ class CommandDesk:
 
     def _why_not(self, worker_id: str, role: Role, nodes: Sequence[Node]) -> str:
         """Return why a worker cannot have a role, or ""."""
-        if self.config.pools.width("prefill") != self.config.pools.width("decode"):
-            return "the pools have workers of different tensor_parallel widths"
+        if self.config.pools.roles_differ:
+            return "the pools have workers of different tensor_parallel widths or `prefill_args`"
         there = {node.address for node in usable(role, nodes, self.placements.closed)}
         outside = set(self.placements.addresses_of(worker_id)) - there
         return f"no {role} worker may be on {', '.join(sorted(outside))}" if outside else ""

@@ -155,3 +155,18 @@ def test_gpus_must_suffice_for_the_parallel_sizes_of_vllm(args: list[object]) ->
         assert config({"vllm": {**vllm, "gpus": enough}}).pools.gpus == enough
     with pytest.raises(ValidationError, match="gpus: 3, but the parallel sizes in args need 4"):
         config({"vllm": {**vllm, "gpus": 3}})
+
+
+def test_prefill_workers_may_have_another_width() -> None:
+    vllm = {"python": PYTHON, "args": ["-tp", 4], "prefill_args": ["-tp", 2], "hand_off": "baton"}
+    fleet = config({"prefill": 1, "decode": 1, "vllm": vllm})
+    settings = [engine_settings(fleet, role).external for role in ("prefill", "decode")]
+    assert [one.args for one in settings if one] == [("-tp", "4", "-tp", "2"), ("-tp", "4")]
+    assert fleet.pools.roles_differ
+    for other in ({"hand_off": "nixl"}, {"batch_invariant": True}):
+        with pytest.raises(ValidationError, match="unequal width need `hand_off: baton`"):
+            config({"prefill": 1, "decode": 1, "vllm": {**vllm, **other}})
+    with pytest.raises(ValidationError, match="parallel sizes in args need 8"):
+        config({"vllm": {**vllm, "gpus": 4, "prefill_args": ["-tp", 8]}})
+    with pytest.raises(ValidationError, match="args: --port"):
+        config({"vllm": {**vllm, "prefill_args": ["--port", 8]}})

@@ -33,14 +33,16 @@ EXTERNAL_HITS = "external_prefix_cache_hits_total"
 
 @contextlib.asynccontextmanager
 async def pair(
-    model: Path = MODEL, *more: str
+    model: Path = MODEL, *more: str, prefill_args: tuple[str, ...] = ()
 ) -> AsyncIterator[tuple[WorkerProcess, WorkerProcess]]:
     async with contextlib.AsyncExitStack() as undo:
         # long prompts take several steps
         args = (*ARGS, "--dtype", "bfloat16", "--max-num-batched-tokens", "256", *more)
-        external = ExternalEngine(kind="vllm", python=str(PYTHON), args=args, hand_off="baton")
 
-        async def start(worker_id: str) -> WorkerProcess:
+        async def start(worker_id: str, *own: str) -> WorkerProcess:
+            external = ExternalEngine(
+                kind="vllm", python=str(PYTHON), args=(*args, *own), hand_off="baton"
+            )
             worker = await WorkerProcess.start(
                 worker_id,
                 ready_s=READY_S,
@@ -53,7 +55,7 @@ async def pair(
             undo.push_async_callback(worker.stop)
             return worker
 
-        started = await asyncio.gather(start("prefill-0"), start("decode-0"))
+        started = await asyncio.gather(start("prefill-0", *prefill_args), start("decode-0"))
         yield started[0], started[1]
 
 

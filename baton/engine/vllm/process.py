@@ -38,6 +38,8 @@ from baton.engine.vllm.hand_off import HandOff
 from baton.engine.vllm.hand_off_baton import BatonHandOff
 from baton.engine.vllm.hand_off_nixl import NixlHandOff
 from baton.engine.vllm.selftest import prove_exact
+from baton.engine.vllm.untested import check_untested
+from baton.engine.vllm.versions import untested
 from baton.model.artifact import resolve_model
 from baton.model.locate import locate
 from baton.model.model_config import ModelConfig
@@ -120,6 +122,11 @@ class VllmProcess:
                 facts = msgspec.structs.replace(facts, exact=proof)
             if self._external.hand_off == "baton":
                 self._check_pool(geometry.pool_bytes)
+            if warning := untested(facts.version):
+                self._progress(warning)
+                log(warning)
+                events = partial(event_prefixes, self._folder, facts)
+                await check_untested(origin, facts, events, self._folder, config.vocab_size)
             self._engine = self._translator(vllm, origin, facts, config)
             self._send(
                 messages.Ready(

@@ -199,7 +199,7 @@ async def read_facts(folder: str, hand_off: str = "") -> VllmFacts:
         raise InternalError(
             f"vLLM {version} does not report its configuration as 0.32 does: {error!r}"
         ) from None
-    way = hand_off_id(hand_off, facts.block_tokens)
+    way = hand_off_id(hand_off, facts.block_tokens, facts.width)
     if hand_off == "baton":
         way += f"/{(Path(folder) / 'order').read_text()}"
     return msgspec.structs.replace(facts, hand_off=way)
