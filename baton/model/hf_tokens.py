@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from baton.model.hf_config import read_json
+from baton.model.hf_config import read_json, read_text
 from baton.model.model_config import ModelConfig, ModelError
 from baton.model.token_keys import TOKENIZER_CONFIG, refuse_values
 
@@ -64,7 +64,7 @@ class TokenFiles:
         self.special = {name: text for name, text in texts.items() if text is not None}
         if not (file := folder / "tokenizer.json").exists():
             raise ModelError(f"{folder}: tokenizer.json is missing (others are not supported)")
-        self.tokenizer, ids = _amended(file.read_text(encoding="utf-8"), added, config)
+        self.tokenizer, ids = _amended(read_text(file), added, config)
         self._end = ids.get(self.special.get("eos_token", ""), -1)
 
     def with_end(self, config: ModelConfig) -> ModelConfig:
@@ -83,9 +83,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         given = {"default": given}
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     files["default"] = folder / "chat_template.jinja"
-    texts: dict[str, Any] = {
-        name: path.read_text("utf-8") for name, path in files.items() if path.exists()
-    }
+    texts: dict[str, Any] = {name: read_text(path) for name, path in files.items() if path.exists()}
     given = texts or given
     if given.get("default") is None:  # of models whose processor has the template
         given["default"] = read_json(folder / "chat_template.json").get("chat_template")
