@@ -114,7 +114,7 @@ class BatchState:
                 answering += 1
                 answering_context += end
             else:
-                begin = max(item.computed, item.found_tokens)
+                begin = item.computed if item.running else item.found_tokens
                 queued_tokens += end - begin
                 queued_context += context_tokens(begin, end)
                 coming_context += end
@@ -174,8 +174,16 @@ class BatchState:
         return sequence
 
     def _count_cached(self, sequence: TokenSequence) -> None:
-        if sequence.request.spec.cacheable and sequence.prompt_outputs is None:
-            sequence.found_tokens = len(self.matching(sequence)) * self.pool.block_tokens
+        """Count first tokens that are cached, or that prompts before it will have computed."""
+        if not sequence.request.spec.cacheable or sequence.prompt_outputs is not None:
+            return
+        cached = found = len(self.matching(sequence))
+        for other in [*self.running, *self.queue.items]:
+            if isinstance(other, TokenSequence) and other.comes_before(sequence):
+                found = max(found, sequence.common_blocks(other))
+        if found - cached < _LEAST_SHARED_BLOCKS:
+            found = cached
+        sequence.found_tokens = found * self.pool.block_tokens
 
     def matching(self, sequence: TokenSequence) -> list[int]:
         """Return cached blocks of the first tokens; the last token is always computed."""

@@ -1,6 +1,7 @@
 """Requests inside the engine, and their sequences (one per choice)."""
 
 import enum
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -155,7 +156,7 @@ class TokenSequence:
     choice: int
     tokens: list[int]
     computed: int = 0
-    found_tokens: int = 0  # cached when it was queued, for the load report
+    found_tokens: int = 0  # not to compute, as known when it was queued, for the load report
     blocks: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as needed
     registered_blocks: int = 0  # leading blocks whose hashes are in the pool
@@ -175,6 +176,18 @@ class TokenSequence:
         """Return whether only the newest sampled token is left to compute."""
         length = len(self.tokens)
         return self.computed == length - 1 and length > len(self.request.prompt)
+
+    def comes_before(self, other: "TokenSequence") -> bool:
+        """Return whether its blocks will be cached before ``other`` is admitted."""
+        return self.request.spec.cacheable and (
+            self.running or self.request.order <= other.request.order
+        )
+
+    def common_blocks(self, other: "TokenSequence") -> int:
+        """Return the number of first blocks with equal hashes, as far as both have hashes."""
+        own, others = self.block_hashes, other.block_hashes
+        known = range(min(len(own), len(others)))
+        return bisect_left(known, 1, key=lambda index: own[index] != others[index])
 
     def full_hashes(self, upto_tokens: int, block_tokens: int = BLOCK_TOKENS) -> list[bytes]:
         """Return hashes of the full blocks within the first ``upto_tokens`` tokens."""
