@@ -12,14 +12,13 @@ from baton.engine.core.blocks import BlockPool
 from baton.engine.core.plan import StepPlan
 from baton.engine.core.reservations import Reservation, Reservations, ReservationState
 from baton.engine.core.sequence import EngineRequest, Kind, TokenSequence
+from baton.engine.core.shared_prefixes import awaits_prompt, blocks_before
 from baton.engine.core.speculative.acceptance import SpareBlocks
 from baton.engine.core.tiers.tiers import KvTiers
 from baton.engine.core.waiting import WaitingQueue
 from baton.types import events as ev
 from baton.types.errors import UnavailableError
 from baton.types.geometry import context_tokens
-
-_LEAST_SHARED_BLOCKS = 8  # fewer are computed again: a wait takes at least a step
 
 
 class BatchLoad(NamedTuple):
@@ -174,16 +173,9 @@ class BatchState:
         return sequence
 
     def _count_cached(self, sequence: TokenSequence) -> None:
-        """Count first tokens that are cached, or that prompts before it will have computed."""
-        if not sequence.request.spec.cacheable or sequence.prompt_outputs is not None:
-            return
-        cached = found = len(self.matching(sequence))
-        for other in [*self.running, *self.queue.items]:
-            if isinstance(other, TokenSequence) and other.comes_before(sequence):
-                found = max(found, sequence.common_blocks(other))
-        if found - cached < _LEAST_SHARED_BLOCKS:
-            found = cached
-        sequence.found_tokens = found * self.pool.block_tokens
+        if sequence.request.spec.cacheable and sequence.prompt_outputs is None:
+            blocks = blocks_before(sequence, [*self.running, *self.queue.items], self.pool)
+            sequence.found_tokens = blocks * self.pool.block_tokens
 
     def matching(self, sequence: TokenSequence) -> list[int]:
         """Return cached blocks of the first tokens; the last token is always computed."""
@@ -192,20 +184,7 @@ class BatchState:
 
     def awaits_prompt(self, sequence: TokenSequence) -> bool:
         """Return whether a running prompt computes the next blocks that a sequence lacks."""
-        if not sequence.request.spec.cacheable or sequence.prompt_outputs is not None:
-            return False
-        size = self.pool.block_tokens
-        hashes = sequence.full_hashes(len(sequence.tokens) - 1, size)
-        prompts = [running for running in self.running if not running.decodes]
-        if not prompts or len(hashes) < _LEAST_SHARED_BLOCKS:
-            return False
-        last = len(self.pool.match(hashes)) + _LEAST_SHARED_BLOCKS - 1
-        # Equal blocks have equal blocks before them.
-        return last < len(hashes) and any(
-            running.request.spec.cacheable
-            and running.full_hashes(len(running.tokens), size)[last : last + 1] == [hashes[last]]
-            for running in prompts
-        )
+        return awaits_prompt(sequence, self.running, self.pool)
 
     def fork(self, source: TokenSequence, choice: int, token: int) -> TokenSequence:
         """Start a choice that shares all blocks of ``source`` until it writes."""

@@ -1,7 +1,6 @@
 """Requests inside the engine, and their sequences (one per choice)."""
 
 import enum
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -176,18 +175,6 @@ class TokenSequence:
         """Return whether only the newest sampled token is left to compute."""
         length = len(self.tokens)
         return self.computed == length - 1 and length > len(self.request.prompt)
-
-    def comes_before(self, other: "TokenSequence") -> bool:
-        """Return whether its blocks will be cached before ``other`` is admitted."""
-        return self.request.spec.cacheable and (
-            self.running or self.request.order <= other.request.order
-        )
-
-    def common_blocks(self, other: "TokenSequence") -> int:
-        """Return the number of first blocks with equal hashes, as far as both have hashes."""
-        own, others = self.block_hashes, other.block_hashes
-        known = range(min(len(own), len(others)))
-        return bisect_left(known, 1, key=lambda index: own[index] != others[index])
 
     def full_hashes(self, upto_tokens: int, block_tokens: int = BLOCK_TOKENS) -> list[bytes]:
         """Return hashes of the full blocks within the first ``upto_tokens`` tokens."""

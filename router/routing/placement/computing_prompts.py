@@ -281,40 +281,30 @@ class SiblingWaits:
                 best = SiblingWait(
                     prompt, blocks, there, since_ns, first_own_ns, until_ns, given_up
                 )
-        if best is None and chosen.terms.queue_s > LEAST_S:
-            best = self._in_queue(chosen, hashes, now_ns, pullers, since_ns, given_up)
-            if best is not None and before is not None and before.prompt is best.prompt:
-                best = best._replace(own_ns=before.own_ns)
+        queue = self._in_queue(chosen, hashes, now_ns, pullers) if best is None else None
+        if queue is not None and queue[0] not in given_up:
+            is_same = before is not None and before.prompt is queue[0]
+            first_own_ns = before.own_ns if before and is_same else now_ns + own_ns - since_ns
+            best = SiblingWait(*queue, since_ns, first_own_ns, now_ns + own_ns, given_up)
         if best is not None:
             self._waits[request.request_id] = best
         return best
 
     def _in_queue(
-        self,
-        chosen: Candidate,
-        hashes: bytes,
-        now_ns: int,
-        pullers: Sequence[Candidate],
-        since_ns: int,
-        given_up: tuple[ComputingPrompt, ...],
-    ) -> SiblingWait | None:
-        """Return a wait in place of one in a queue of siblings: others can pull the blocks then."""
-        worker_id = chosen.computes.worker_id
+        self, chosen: Candidate, hashes: bytes, now_ns: int, pullers: Sequence[Candidate]
+    ) -> tuple[ComputingPrompt, int, int] | None:
+        """Return a prompt with siblings behind it, if others can pull its blocks before these end.
+
+        With it the number of blocks, and of those that are there.
+        """
         for prompt, blocks in self._computing.shared(hashes):
-            if (
-                prompt.worker.worker_id == worker_id
-                and prompt.placed
-                and not prompt.pulls
-                and prompt not in given_up
-                and not self._computing.has(prompt, blocks)
-            ):
+            is_here = prompt.worker.worker_id == chosen.computes.worker_id and prompt.placed
+            if chosen.terms.queue_s > LEAST_S and is_here and not prompt.pulls:
                 there = self._computing.there(prompt)
                 left_s = prompt.left_s(blocks, there, now_ns, chosen.computes)
-                if chosen.terms.queue_s - left_s > _pulled_s(chosen, pullers, blocks, left_s):
-                    own_ns = round(chosen.terms.first_token_s * (1 + FIT_SPREAD) * 1e9)
-                    until_ns = now_ns + own_ns
-                    own_ns = until_ns - since_ns
-                    return SiblingWait(prompt, blocks, there, since_ns, own_ns, until_ns, given_up)
+                pulled_s = _pulled_s(chosen, pullers, blocks, left_s)
+                if chosen.terms.queue_s - left_s > pulled_s and there < blocks:
+                    return prompt, blocks, there
         return None
 
     def _appears_soon(

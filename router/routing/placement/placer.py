@@ -74,8 +74,8 @@ class Placement:
 class Quote(NamedTuple):
     """A placement that is not booked yet, and the packed hashes of the prompt's full blocks.
 
-    ``tip`` is that of the session that the prompt continues; empty if it begins one. ``may_pull``
-    says whether a worker may pull leading blocks of the prompt.
+    ``tip`` is that of the session that the prompt continues; empty if it begins one. Workers
+    ``may_pull`` leading blocks.
     """
 
     placement: Placement
@@ -232,8 +232,8 @@ class Placer:
         if may_pull and there:
             sources = self._shortlist.sources(there)
         if reusable and self.computing:
-            computing = self.computing.add_held(reusable, held)
-            may_spread = may_spread and computing <= max(there.values(), default=0)
+            most = self.computing.add_held(reusable, held)
+            may_spread = may_spread and most <= max(there.values(), default=0)
         prompt = PromptToPlace(request, reusable, held, sources, avoid)
         tip = self._sessions.tip(hashes, prompt.cached_blocks)
         choice = self._cheapest_of_all(prompt, rates, now_ns, may_spread=may_spread and not tip)
