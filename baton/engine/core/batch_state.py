@@ -12,14 +12,13 @@ from baton.engine.core.blocks import BlockPool
 from baton.engine.core.plan import StepPlan
 from baton.engine.core.reservations import Reservation, Reservations, ReservationState
 from baton.engine.core.sequence import EngineRequest, Kind, TokenSequence
+from baton.engine.core.shared_prefixes import awaits_prompt, blocks_before
 from baton.engine.core.speculative.acceptance import SpareBlocks
 from baton.engine.core.tiers.tiers import KvTiers
 from baton.engine.core.waiting import WaitingQueue
 from baton.types import events as ev
 from baton.types.errors import UnavailableError
 from baton.types.geometry import context_tokens
-
-_LEAST_SHARED_BLOCKS = 8  # fewer are computed again: a wait takes at least a step
 
 
 class BatchLoad(NamedTuple):
@@ -114,7 +113,7 @@ class BatchState:
                 answering += 1
                 answering_context += end
             else:
-                begin = max(item.computed, item.found_tokens)
+                begin = item.computed if item.running else item.found_tokens
                 queued_tokens += end - begin
                 queued_context += context_tokens(begin, end)
                 coming_context += end
@@ -175,7 +174,8 @@ class BatchState:
 
     def _count_cached(self, sequence: TokenSequence) -> None:
         if sequence.request.spec.cacheable and sequence.prompt_outputs is None:
-            sequence.found_tokens = len(self.matching(sequence)) * self.pool.block_tokens
+            blocks = blocks_before(sequence, [*self.running, *self.queue.items], self.pool)
+            sequence.found_tokens = blocks * self.pool.block_tokens
 
     def matching(self, sequence: TokenSequence) -> list[int]:
         """Return cached blocks of the first tokens; the last token is always computed."""
@@ -184,20 +184,7 @@ class BatchState:
 
     def awaits_prompt(self, sequence: TokenSequence) -> bool:
         """Return whether a running prompt computes the next blocks that a sequence lacks."""
-        if not sequence.request.spec.cacheable or sequence.prompt_outputs is not None:
-            return False
-        size = self.pool.block_tokens
-        hashes = sequence.full_hashes(len(sequence.tokens) - 1, size)
-        prompts = [running for running in self.running if not running.decodes]
-        if not prompts or len(hashes) < _LEAST_SHARED_BLOCKS:
-            return False
-        last = len(self.pool.match(hashes)) + _LEAST_SHARED_BLOCKS - 1
-        # Equal blocks have equal blocks before them.
-        return last < len(hashes) and any(
-            running.request.spec.cacheable
-            and running.full_hashes(len(running.tokens), size)[last : last + 1] == [hashes[last]]
-            for running in prompts
-        )
+        return awaits_prompt(sequence, self.running, self.pool)
 
     def fork(self, source: TokenSequence, choice: int, token: int) -> TokenSequence:
         """Start a choice that shares all blocks of ``source`` until it writes."""

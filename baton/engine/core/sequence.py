@@ -155,7 +155,7 @@ class TokenSequence:
     choice: int
     tokens: list[int]
     computed: int = 0
-    found_tokens: int = 0  # cached when it was queued, for the load report
+    found_tokens: int = 0  # not to compute, as known when it was queued, for the load report
     blocks: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as needed
     registered_blocks: int = 0  # leading blocks whose hashes are in the pool

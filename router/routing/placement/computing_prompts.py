@@ -9,7 +9,8 @@ the router while that takes at most as long as computing the blocks again, and i
 other request. It takes no place at a worker meanwhile, so nothing queues behind it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -21,6 +22,7 @@ from router.routing.placement.block_table import HASH_BYTES, LiveWorkers, block_
 from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.cost import PREFILL_OVERHEAD_S, Candidate, WorkerLoad
 from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.placement.prefix_sources import PULL_OVERHEAD_S
 
 # Shorter computations are not waited for: blocks appear in the index after some 20 ms.
 LEAST_S = 0.1
@@ -170,19 +172,20 @@ class ComputingPrompts:
             for number, blocks in self._table.match(hashes, self._live):
                 yield self._numbered[number], blocks
 
-    def add_held(self, hashes: bytes, held: dict[bytes, int]) -> bool:
+    def add_held(self, hashes: bytes, held: dict[bytes, int]) -> int:
         """Add blocks that a worker will have when it has computed what is before in its queue.
 
         ``held`` is the number of leading blocks by incarnation. A prompt that waits for a pull may
         be overtaken, so its blocks do not count, nor those of other routers, whose load is unknown.
-        Return whether no worker has as many yet.
+        Return the most blocks that a worker computes.
         """
-        most = max(held.values(), default=0)
+        most = 0
         for prompt, blocks in self.shared(hashes):
             if prompt.placed and not prompt.pulls:
                 incarnation = prompt.worker.incarnation
                 held[incarnation] = max(held.get(incarnation, 0), blocks)
-        return max(held.values(), default=0) > most
+                most = max(most, blocks)
+        return most
 
     def has(self, prompt: ComputingPrompt, blocks: int) -> bool:
         """Return whether the worker of a prompt has its first ``blocks``: a hash covers all."""
@@ -230,18 +233,27 @@ class SiblingWaits:
         return self._waits.pop(request_id, None) is not None
 
     def ask(
-        self, request: GenerationRequest, chosen: Candidate, hashes: bytes, now_ns: int
+        self,
+        request: GenerationRequest,
+        chosen: Candidate,
+        hashes: bytes,
+        now_ns: int,
+        pullers: Sequence[Candidate] = (),
     ) -> SiblingWait | None:
         """Return what the request waits for; None: it is to be placed.
 
-        ``chosen`` is its cheapest placement. One that waits already is asked again.
+        ``chosen`` is its cheapest placement; ``pullers`` are placements on workers that could pull
+        its prefix. One that waits already is asked again.
         """
         before = self._waits.get(request.request_id)
         if request.whole_prompt or request.pinned is not None or request.probe:
             return None
         if before is None and len(self._waits) >= self._limit:
             return None
-        if before is not None and self._may_be_there(before, request, chosen, now_ns):
+        if before is not None and (
+            self._may_be_there(before, request, chosen, now_ns)
+            or self._appears_soon(before, chosen, now_ns, pullers)
+        ):
             return before
         own_ns = first_own_ns = round(chosen.terms.first_token_s * (1 + FIT_SPREAD) * 1e9)
         since_ns = now_ns
@@ -269,9 +281,43 @@ class SiblingWaits:
                 best = SiblingWait(
                     prompt, blocks, there, since_ns, first_own_ns, until_ns, given_up
                 )
+        queue = self._in_queue(chosen, hashes, now_ns, pullers) if best is None else None
+        if queue is not None and queue[0] not in given_up:
+            is_same = before is not None and before.prompt is queue[0]
+            first_own_ns = before.own_ns if before and is_same else now_ns + own_ns - since_ns
+            best = SiblingWait(*queue, since_ns, first_own_ns, now_ns + own_ns, given_up)
         if best is not None:
             self._waits[request.request_id] = best
         return best
+
+    def _in_queue(
+        self, chosen: Candidate, hashes: bytes, now_ns: int, pullers: Sequence[Candidate]
+    ) -> tuple[ComputingPrompt, int, int] | None:
+        """Return a prompt with siblings behind it, if others can pull its blocks before these end.
+
+        With it the number of blocks, and of those that are there.
+        """
+        for prompt, blocks in self._computing.shared(hashes):
+            is_here = prompt.worker.worker_id == chosen.computes.worker_id and prompt.placed
+            if chosen.terms.queue_s > LEAST_S and is_here and not prompt.pulls:
+                there = self._computing.there(prompt)
+                left_s = prompt.left_s(blocks, there, now_ns, chosen.computes)
+                pulled_s = _pulled_s(chosen, pullers, blocks, left_s)
+                if chosen.terms.queue_s - left_s > pulled_s and there < blocks:
+                    return prompt, blocks, there
+        return None
+
+    def _appears_soon(
+        self, wait: SiblingWait, chosen: Candidate, now_ns: int, pullers: Sequence[Candidate]
+    ) -> bool:
+        """Return whether blocks were just computed, and can be pulled when the index has them."""
+        computed_ns = wait.prompt.computed_ns
+        return (
+            0 < computed_ns <= now_ns < computed_ns + LEAST_S * 1e9
+            and chosen.computes.worker_id == wait.prompt.worker.worker_id
+            and chosen.terms.queue_s > _pulled_s(chosen, pullers, wait.blocks, 0.0)
+            and not self._computing.has(wait.prompt, wait.blocks)
+        )
 
     def _may_be_there(
         self, wait: SiblingWait, request: GenerationRequest, chosen: Candidate, now_ns: int
@@ -297,6 +343,22 @@ class SiblingWaits:
             or now_ns >= wait.until_ns
             or self._computing.has(wait.prompt, wait.blocks)
         ]
+
+
+def _pulled_s(chosen: Candidate, pullers: Sequence[Candidate], blocks: int, left_s: float) -> float:
+    """Return when another worker could compute with pulled blocks, after ``left_s``; at least 0.1.
+
+    ``blocks`` are then at the worker of ``chosen``.
+    """
+    source = chosen.computes
+    times_s = [
+        max(worker.queue_s - left_s, PULL_OVERHEAD_S + blocks * worker.block_bytes / rate, LEAST_S)
+        for worker in {puller.computes.worker_id: puller.computes for puller in pullers}.values()
+        if worker.worker_id != source.worker_id
+        and worker.format_id == source.format_id
+        and (rate := worker.edge_bytes_per_s(source.worker_id))
+    ]
+    return min(times_s, default=inf)
 
 
 def _own_s(chosen: Candidate, prompt_tokens: int, blocks: int) -> float:

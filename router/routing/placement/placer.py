@@ -74,12 +74,14 @@ class Placement:
 class Quote(NamedTuple):
     """A placement that is not booked yet, and the packed hashes of the prompt's full blocks.
 
-    ``tip`` is that of the session that the prompt continues; empty if it begins one.
+    ``tip`` is that of the session that the prompt continues; empty if it begins one. Workers
+    ``may_pull`` leading blocks.
     """
 
     placement: Placement
     hashes: bytes
     tip: bytes = b""
+    may_pull: bool = False
 
 
 class Placer:
@@ -225,11 +227,13 @@ class Placer:
         held = self._prefix_index.prefixes(reusable, now_ns) if reusable else {}
         sources: tuple[Source, ...] = ()
         may_pull = self._settings.pull_prefixes and request.pinned is None and not request.images
-        if held and may_pull:
-            # Blocks that a worker is only expected to store soon cannot be pulled.
-            sources = self._shortlist.sources(self._prefix_index.prefixes(reusable))
-        if reusable and self.computing and self.computing.add_held(reusable, held):
-            may_spread = False
+        # Blocks that a worker is only expected to store soon cannot be pulled.
+        there = self._prefix_index.prefixes(reusable) if held else {}
+        if may_pull and there:
+            sources = self._shortlist.sources(there)
+        if reusable and self.computing:
+            most = self.computing.add_held(reusable, held)
+            may_spread = may_spread and most <= max(there.values(), default=0)
         prompt = PromptToPlace(request, reusable, held, sources, avoid)
         tip = self._sessions.tip(hashes, prompt.cached_blocks)
         choice = self._cheapest_of_all(prompt, rates, now_ns, may_spread=may_spread and not tip)
@@ -244,7 +248,7 @@ class Placer:
             prefix=chosen.links,
             spread=not is_cheapest,
         )
-        return Quote(placement, hashes, tip)
+        return Quote(placement, hashes, tip, may_pull)
 
     def _on_one_engine(self, request: GenerationRequest) -> GenerationRequest:
         """Return the request with the mode that an external engine can serve it in.

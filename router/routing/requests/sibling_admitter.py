@@ -88,9 +88,11 @@ class SiblingAdmitter(Generic[T]):
             except Exception:  # noqa: BLE001 - placed without a quote, it fails again and is ended
                 quote = None
         waiter = _Waiter(sibling, request, entry)
-        if quote is not None and self._placer.computing:
-            cheapest = quote.placement.candidates[0]
-            wait = self._waits.ask(request, cheapest, quote.hashes, self._placer.clock_ns())
+        if quote is not None and (waits or self._placer.computing):
+            priced = quote.placement.candidates
+            pullers = priced if quote.may_pull else ()
+            now_ns = self._placer.clock_ns()
+            wait = self._waits.ask(request, priced[0], quote.hashes, now_ns, pullers)
             if wait is not None:
                 self._placer.computing.end(request_id)  # if it was announced
                 self._hold(waiter)

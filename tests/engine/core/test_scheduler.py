@@ -102,6 +102,31 @@ def test_chunked_at_any_size(step_tokens):
     assert answers(run(core))[("a", 0)] == golden(prompt)
 
 
+def queued_tokens(core: EngineCore) -> int:
+    return core.batch.load().queued_tokens
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_prefix_that_several_prompts_wait_for_counts_once_in_the_load(steps):
+    """Otherwise a worker with a fork in its queue looks as if it computed it for each sibling."""
+    prefix = list(range(320))
+    core = make_core(blocks=256, step_tokens=64)
+    core.scheduler.submit(request("first", [*prefix, 1], ticket=0), 0)
+    for now_ns in range(steps):
+        plan = core.plan(now_ns)
+        core.apply(plan, core.runner.execute(plan), now_ns, 1_000_000)
+    for ticket in range(1, 5):
+        core.scheduler.submit(request(f"s{ticket}", [*prefix, ticket + 1] * 2, ticket=ticket), 0)
+    own = 2 * 321 - 320
+    assert queued_tokens(core) == 321 - steps * 64 + 4 * own
+    core.scheduler.submit(request("other", list(range(500, 600)), ticket=9), 0)
+    core.scheduler.submit(request("urgent", [*prefix, 7], ticket=9, priority=-1), 0)
+    urgent = 1 if steps else 321  # it goes before the first unless that runs
+    assert queued_tokens(core) == 321 - steps * 64 + 4 * own + 100 + urgent
+    run(core)
+    assert queued_tokens(core) == 0
+
+
 def test_prefix_hit_computes_only_the_rest():
     prompt = list(range(100))
     core = make_core()

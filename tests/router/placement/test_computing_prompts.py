@@ -74,9 +74,12 @@ class Fleet:
         )
         self.stored += 1
 
-    def ask(self, name: str = "s", at_s: float = 0.0, chosen=None, hashes=OTHER, **more):
+    def ask(
+        self, name: str = "s", at_s: float = 0.0, chosen=None, hashes=OTHER, pullers=(), **more
+    ):
         chosen = chosen or placed("b")
-        return self.waits.ask(request(name, **more), chosen, hashes, round(at_s * SECOND))
+        now_ns = round(at_s * SECOND)
+        return self.waits.ask(request(name, **more), chosen, hashes, now_ns, pullers)
 
     def due(self, at_s: float) -> list[str]:
         return self.waits.due(round(at_s * SECOND))
@@ -171,6 +174,62 @@ def test_the_queue_before_the_prompt_counts():
     assert behind.ask() is None
     behind.store(50)  # it has begun, whatever was predicted
     assert behind.ask() is not None
+
+
+QUEUE = round(0.5 * RATE)  # tokens of siblings behind the prompt
+
+
+def behind(left_blocks: int = SHARED):
+    """The cheapest placement: behind the prompt and siblings, with the prefix that it computes."""
+    return placed("a", cached=SHARED, queued=left_blocks * BLOCK_TOKENS + QUEUE)
+
+
+IDLE, BUSY = placed("b"), placed("b", queued=10 * LENGTH * BLOCK_TOKENS)
+
+
+def test_a_sibling_waits_for_blocks_that_an_idle_worker_can_pull_instead_of_in_a_queue(fleet):
+    awaited = fleet.ask(chosen=behind(), pullers=[behind(), IDLE])
+    assert (awaited.prompt.request_id, awaited.blocks) == ("first", SHARED)
+    fleet.store(SHARED)
+    assert fleet.due(SHARED_S) == ["s"]
+    assert fleet.ask(at_s=SHARED_S, chosen=behind(0), pullers=[behind(), IDLE]) is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "pullers"),
+    [
+        (behind(), []),  # pulls are switched off
+        (behind(), [behind(), BUSY]),
+        (placed("a", cached=SHARED, queued=SHARED * BLOCK_TOKENS), [IDLE]),  # no siblings before it
+    ],
+)
+def test_it_queues_behind_siblings_when_nothing_is_faster(fleet, chosen, pullers):
+    assert fleet.ask(chosen=chosen, pullers=pullers) is None
+
+
+def test_a_wait_for_a_pull_ends_a_tenth_of_a_second_after_the_first_token(fleet):
+    """Without Redis the index never has the blocks."""
+    pullers = [behind(), IDLE]
+    fleet.ask(chosen=behind(), pullers=pullers)
+    fleet.computing.end("first").computed_ns = 8 * SECOND
+    assert fleet.due(8.0) == ["s"]
+    assert fleet.ask(at_s=8.09, chosen=behind(0), pullers=pullers) is not None
+    assert fleet.ask("t", at_s=8.09, chosen=behind(0), pullers=pullers) is None
+    assert fleet.ask(at_s=8.11, chosen=behind(0), pullers=pullers) is None
+
+
+def test_a_wait_for_a_pull_ends_without_progress_and_after_twice_its_time(fleet):
+    pullers = [behind(), IDLE]
+    fleet.ask(chosen=behind(), pullers=pullers)
+    late_s = 1.1 * (WHOLE_S + 0.6)
+    assert fleet.due(8.0) == [] and fleet.due(late_s) == ["s"]
+    assert fleet.ask(at_s=late_s, chosen=behind(), pullers=pullers) is None
+
+    fleet.ask("t", chosen=behind(), pullers=pullers)
+    fleet.store(SHARED - 1)
+    assert fleet.ask("t", at_s=late_s, chosen=behind(), pullers=pullers) is not None
+    fleet.store(SHARED - 1)
+    assert fleet.ask("t", at_s=2.5 * late_s, chosen=behind(), pullers=pullers) is None
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ async def fleet(model):
     return gateway, [FakeLink(gateway, f"decode-{number}") for number in range(WORKERS)]
 
 
-def submit(gateway, name: str, own: int, **more):
+def submit(gateway, name: str, own: int, own_tokens: int = OWN, **more):
     begin = 10_000 + own * 1000
-    prompt = (*PREFIX, *range(begin, begin + OWN))
+    prompt = (*PREFIX, *range(begin, begin + own_tokens))
     return gateway.submit(request(name, prompt=prompt, **more), asyncio.Event())
 
 
@@ -40,11 +40,15 @@ def names(links) -> list[str]:
 
 def computed(gateway, link, name: str, attempt: int = 1) -> None:
     """The worker has stored the prefix, and sends the first token."""
+    stored(gateway, link)
+    link.say(tokens=[run(0, (5,), request_id=name, attempt=attempt)])
+
+
+def stored(gateway, link) -> None:
     seed = gateway.placer.hash_seed(request(), link.capabilities)
     stored = tuple(block_hashes(seed, PREFIX))
     batch = EventBatch(incarnation=link.incarnation, sequence=1, stored=stored)
     gateway.prefix_index.apply(batch)
-    link.say(tokens=[run(0, (5,), request_id=name, attempt=attempt)])
 
 
 async def looked() -> None:
@@ -71,6 +75,43 @@ async def test_siblings_are_placed_when_their_prefix_is_there(fleet):
     assert all(s.placement.chosen.uncached_tokens <= OWN + 16 for s in waiting)
     waits = [event for event, _ in waiting[0].record.timeline if event.startswith("waits")]
     assert waits == ["waits for the prefix of first"]
+
+
+async def test_siblings_are_spread_over_idle_workers_that_pull_the_prefix(fleet):
+    """The index has the last blocks after the first token, and only then can they be pulled."""
+    gateway, links = fleet
+    first = submit(gateway, "first", 0, 100)
+    siblings = [submit(gateway, f"s{number}", number + 1, 100) for number in range(8)]
+    holder = next(link for link in links if link.worker_id == first.decode_id)
+    (other,) = (link for link in links if link is not holder)
+    holder.say(tokens=[run(0, (5,), request_id="first")])
+    await asyncio.sleep(0.05)
+    queued = [sibling for sibling in siblings if sibling.decode_id]
+    assert {sibling.decode_id for sibling in queued} == {first.decode_id}
+    assert 1 <= len(queued) <= 5, "the others would queue for more than 0.1 s"
+    stored(gateway, holder)
+    await asyncio.sleep(0.05)
+    (puller,) = [sibling for sibling in siblings if sibling.decode_id == other.worker_id]
+    assert puller.placement.prefix
+    computed(gateway, other, puller.id)
+    await looked()
+    placed = [sibling.decode_id for sibling in siblings]
+    assert None not in placed and placed.count(other.worker_id) >= 2
+    assert all(sibling.placement.chosen.uncached_tokens <= 100 + 16 for sibling in siblings)
+
+
+async def test_a_prefix_is_not_spread_while_it_is_computed(model):
+    """Sessions are spread over workers for later turns, which is no reason to compute it twice."""
+    gateway = fake_gateway(model, pull_prefixes=False)
+    for number in range(WORKERS):
+        FakeLink(gateway, f"decode-{number}")
+    busy = gateway.submit(request("busy", prompt=range(50_000, 50_400)), asyncio.Event())
+    first = submit(gateway, "first", 0, 150)
+    siblings = [submit(gateway, f"s{number}", number + 1, 150) for number in range(8)]
+    assert busy.decode_id != first.decode_id
+    assert {sibling.decode_id for sibling in siblings} <= {None, first.decode_id}
+    assert sum(sibling.decode_id is not None for sibling in siblings) >= 4, "in its queue"
+    gateway.end_all()
 
 
 async def test_other_requests_are_not_behind_them(fleet):
