@@ -40,6 +40,16 @@ _TENSOR = ("--tensor-parallel-size", "-tp")
 _PIPELINE = ("--pipeline-parallel-size", "-pp")
 
 
+class VllmTiersConfig(Section):
+    """Storage of each vLLM worker for KV that its pool has no room for.
+
+    Attributes:
+        memory_mb: Host memory per worker in MB, in addition to its pool.
+    """
+
+    memory_mb: Annotated[int, Field(ge=0, le=16_777_216)] = 0
+
+
 class VllmConfig(Section):
     """vLLM of all workers, see ``docs/guide/vllm.md``.
 
@@ -52,6 +62,7 @@ class VllmConfig(Section):
             NixlConnector, which needs the package ``nixl`` beside vLLM. ``baton`` is experimental:
             Baton's own transports, for vLLM 0.32 without pipeline parallelism. Without it there are
             no prefill workers.
+        kv_tiers: KV storage below the GPUs' memory, by vLLM's OffloadingConnector.
         batch_invariant: Turn vLLM's batch-invariant mode on, which ``numerics: exact`` needs.
         servers: Running servers to attach, instead of ``python``. See
             ``docs/guide/attached.md``.
@@ -62,6 +73,7 @@ class VllmConfig(Section):
     prefill_args: Annotated[tuple[str, ...], Field(max_length=200)] = ()
     gpus: Annotated[int, Field(ge=0, le=64)] = 0
     hand_off: Literal["nixl", "baton"] | None = None
+    kv_tiers: VllmTiersConfig = VllmTiersConfig()
     batch_invariant: bool = False
     servers: AttachedServers | None = None
 
@@ -72,7 +84,13 @@ class VllmConfig(Section):
                 "needs `python: FILE`, with which vLLM is started, or `servers: …`, which are "
                 "running: one of them"
             )
-        own = self.model_fields_set & {"args", "prefill_args", "gpus", "batch_invariant"}
+        own = self.model_fields_set & {
+            "args",
+            "prefill_args",
+            "gpus",
+            "kv_tiers",
+            "batch_invariant",
+        }
         if self.servers is not None and own:
             raise ValueError(f"{min(own)}: not for `servers`, which are running already")
         if self.servers is not None and self.hand_off == "baton":
@@ -80,6 +98,17 @@ class VllmConfig(Section):
         roles = {server.role for server in self.servers.known} if self.servers is not None else ()
         if "prefill" in roles and self.hand_off is None:
             raise ValueError("servers: role: prefill needs `hand_off: nixl`")
+        return self
+
+    @model_validator(mode="after")
+    def _tiers_are_of_gpus(self) -> Self:
+        if self.kv_tiers.memory_mb and not self.gpus:
+            raise ValueError(
+                "kv_tiers: vLLM's OffloadingConnector copies from GPUs, and refuses to start on "
+                "CPUs: set `gpus`, or remove it"
+            )
+        if self.kv_tiers.memory_mb and self.hand_off is not None:
+            raise ValueError("kv_tiers cannot be combined with `hand_off`: remove one of them")
         return self
 
     @field_validator("args", "prefill_args", mode="before")

@@ -249,7 +249,7 @@ class PoolsConfig(Section):
                 "one of them"
             )
         if self.kv_tiers.memory_mb or self.kv_tiers.disk_mb:
-            raise ValueError(f"kv_tiers: not for {kind} workers")
+            raise ValueError(f"kv_tiers: not for {kind} workers; vllm has `vllm: {{kv_tiers: …}}`")
         if self.widest > 1:
             raise ValueError(
                 f"tensor_parallel: not for {kind} workers; use `--tensor-parallel-size` in "

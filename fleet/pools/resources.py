@@ -190,6 +190,8 @@ def engine_settings(
 
 
 def _kv_tiers(config: FleetConfig, worker_id: str) -> KvTierSettings:
+    if config.pools.vllm is not None:
+        return KvTierSettings(memory_mb=config.pools.vllm.kv_tiers.memory_mb)
     tiers = config.pools.kv_tiers
     folder = Path(tiers.disk_folder or "") / config.fleet / worker_id
     return KvTierSettings(

@@ -1,9 +1,13 @@
 """A fleet of vLLM workers is refused what vLLM does not do, by name and with the fix."""
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
 from baton.config.fleet_file import FleetConfig
+from baton.engine.settings import ExternalEngine
+from baton.engine.vllm.server import command
 from fleet.pools.resources import engine_settings
 from router.settings import LaneSettings
 
@@ -155,6 +159,24 @@ def test_gpus_must_suffice_for_the_parallel_sizes_of_vllm(args: list[object]) ->
         assert config({"vllm": {**vllm, "gpus": enough}}).pools.gpus == enough
     with pytest.raises(ValidationError, match="gpus: 3, but the parallel sizes in args need 4"):
         config({"vllm": {**vllm, "gpus": 3}})
+
+
+def test_kv_tiers_of_vllm_are_memory_below_gpus() -> None:
+    vllm = {"python": PYTHON, "gpus": 1, "kv_tiers": {"memory_mb": 512}}
+    settings = engine_settings(config({"vllm": vllm}), "decode")
+    assert settings.kv_tiers.names == ("memory",)
+    line = command(ExternalEngine(kind="vllm", python=PYTHON), settings, Path(), Path())
+    connector = line[line.index("--kv-transfer-config") + 1]
+    assert '"kv_connector":"OffloadingConnector"' in connector
+    assert f'"cpu_bytes_to_use":{512 << 20}' in connector
+    for other, why in (
+        ({"gpus": 0}, "refuses to start on CPUs: set `gpus`"),
+        ({"hand_off": "baton"}, "cannot be combined with `hand_off`"),
+    ):
+        with pytest.raises(ValidationError, match=why):
+            config({"vllm": {**vllm, **other}})
+    with pytest.raises(ValidationError, match=r"kv_tiers: not for vllm workers; vllm has `vllm: "):
+        config({"kv_tiers": {"memory_mb": 512}})
 
 
 def test_prefill_workers_may_have_another_width() -> None:

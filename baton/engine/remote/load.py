@@ -7,6 +7,7 @@ ends when a sequence has a second token, or when nothing arrives for ``SETTLED_N
     steps      [step 1]  [step 2]  [step 3: with D's prompt]
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +15,7 @@ import msgspec
 from baton.engine.remote.others import OtherLoad
 from baton.types.events import StepDone
 from baton.types.geometry import BLOCK_TOKENS, context_tokens
-from baton.types.pool_counts import BlockCounts
+from baton.types.pool_counts import BlockCounts, TierCounts
 
 SETTLED_NS = 20_000_000
 
@@ -58,10 +59,12 @@ class LoadMeter:
 
     Attributes:
         others: Load of the server's other clients.
+        tiers: Returns the counters of its KV tiers.
     """
 
     def __init__(self, total_blocks: int) -> None:
         self.others = OtherLoad()
+        self.tiers: Callable[[], tuple[TierCounts, ...]] = tuple
         self._total_blocks = total_blocks
         self._rows: dict[tuple[str, int], SequenceProgress] = {}
         self._step = 0
@@ -177,6 +180,7 @@ class LoadMeter:
             queued_prompt_tokens=queued_tokens + others.waiting * others.computed_tokens,
             queued_prompt_context=queued_context + others.waiting * of_other,
             blocks=self._blocks(cached_blocks),
+            tiers=self.tiers(),
         )
 
     def _end_prompts(self) -> int:

@@ -45,6 +45,7 @@ from baton.model.locate import locate
 from baton.model.model_config import ModelConfig
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import InternalError
+from baton.types.geometry import KvGeometry
 
 _EXIT_S = 2.0  # for vLLM to end after SIGTERM; the shell waits little longer
 
@@ -127,7 +128,7 @@ class VllmProcess:
                 log(warning)
                 events = partial(event_prefixes, self._folder, facts)
                 await check_untested(origin, facts, events, self._folder, config.vocab_size)
-            self._engine = self._translator(vllm, origin, facts, config)
+            self._engine = self._translator(vllm, origin, facts, config, geometry)
             self._send(
                 messages.Ready(
                     pid=vllm.pid,
@@ -155,15 +156,21 @@ class VllmProcess:
         origin: HttpOrigin,
         facts: VllmFacts,
         config: ModelConfig,
+        geometry: KvGeometry,
     ) -> VllmEngine:
+        tier_bytes = self._settings.kv_tiers.memory_mb << 20
+        prefixes = event_prefixes(self._folder, facts, self._send, has_tier=tier_bytes > 0)
         parts = VllmParts(
             origin,
             VllmControl(origin, lambda: vllm.returncode is not None),
-            event_prefixes(self._folder, facts, self._send),
+            prefixes,
             hand_off_of(self._folder, facts, self._send),
         )
         max_adapters = self._settings.max_adapters if self._external.adapters else 0
-        return VllmEngine(self._send, parts, facts, config, max_adapters)
+        engine = VllmEngine(self._send, parts, facts, config, max_adapters)
+        if tier_bytes:
+            engine.show_tier(lambda: prefixes.tier_blocks, tier_bytes // geometry.block_bytes)
+        return engine
 
     def end(self, why: str) -> None:
         """End this process, because of ``why`` if that is not empty."""
@@ -191,9 +198,12 @@ class VllmProcess:
             self._writer.write(messages.frame(reports))
 
 
-def event_prefixes(folder: str, facts: VllmFacts, send: Callable[..., None]) -> EventPrefixes:
+def event_prefixes(
+    folder: str, facts: VllmFacts, send: Callable[..., None], *, has_tier: bool = False
+) -> EventPrefixes:
     """Return what a vLLM that was started with this folder has cached."""
-    client = KvEventsClient(f"ipc://{folder}/events", f"ipc://{folder}/replay", log)
+    endpoints = (f"ipc://{folder}/events", f"ipc://{folder}/replay")
+    client = KvEventsClient(*endpoints, log, has_tier=has_tier)
     return EventPrefixes([client], facts.block_tokens, send)
 
 
