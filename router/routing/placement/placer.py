@@ -232,8 +232,7 @@ class Placer:
         if may_pull and there:
             sources = self._shortlist.sources(there)
         if reusable and self.computing:
-            most = self.computing.add_held(reusable, held)
-            may_spread = may_spread and most <= max(there.values(), default=0)
+            may_spread &= self.computing.add_held(reusable, held) <= max(there.values(), default=0)
         prompt = PromptToPlace(request, reusable, held, sources, avoid)
         tip = self._sessions.tip(hashes, prompt.cached_blocks)
         choice = self._cheapest_of_all(prompt, rates, now_ns, may_spread=may_spread and not tip)
