@@ -91,6 +91,13 @@ class LoadMeter:
         """Number of the worker's live sequences."""
         return len(self._rows)
 
+    @property
+    def generated(self) -> int | None:
+        """Tokens of the live sequences; None if there are none, or one has no token to expect."""
+        rows = self._rows.values()
+        expect = rows and all(row.first_ns and not row.held for row in rows)
+        return sum(row.generated for row in rows) if expect else None
+
     def row(self, request_id: str, choice: int) -> SequenceProgress:
         """Return a live sequence."""
         return self._rows[request_id, choice]

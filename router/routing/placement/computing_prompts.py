@@ -29,6 +29,8 @@ from router.routing.placement.prefix_sources import PULL_OVERHEAD_S
 LEAST_S = 0.1
 # Fits of equal workers differ by so much, so a wait may be this much longer than computing.
 FIT_SPREAD = 0.1
+# Siblings may wait longer for each other by this part of the time of computing again.
+_QUEUE_SHARE = 0.05
 _MAX_PROMPTS = 1024
 _MAX_BLOCKS = 262_144
 _REPORTED_NS = 500_000_000  # a report comes every 250 ms, and shows the end of a step
@@ -281,10 +283,10 @@ class SiblingWaits:
             there = self._computing.there(prompt)
             left_s = prompt.left_s(blocks, there, now_ns, chosen.computes)
             is_same = before is not None and before.prompt is prompt
-            ahead_s = 0.0
-            if prompt.waiting_s and not is_same and not _rates_from(prompt.worker, pullers):
-                ahead_s = prompt.waiting_s  # all of them continue at its worker
-            saved_s = own_s - left_s - ahead_s
+            ahead_s = prompt.waiting_s - own_s * _QUEUE_SHARE
+            if is_same or _rates_from(prompt.worker, pullers):
+                ahead_s = 0.0  # those before it go to other workers
+            saved_s = own_s - left_s - max(ahead_s, 0.0)
             last_ns = since_ns + first_own_ns * (_MOST_WAITS if is_same or prompt.pulls else 1)
             if saved_s > most_saved_s and now_ns + left_s * 1e9 <= last_ns:
                 most_saved_s = saved_s
