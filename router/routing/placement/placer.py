@@ -74,14 +74,13 @@ class Placement:
 class Quote(NamedTuple):
     """A placement that is not booked yet, and the packed hashes of the prompt's full blocks.
 
-    ``tip`` is that of the session that the prompt continues; empty if it begins one. Workers
-    ``may_pull`` leading blocks.
+    ``tip`` is that of the session that the prompt continues; empty if it begins one.
     """
 
     placement: Placement
     hashes: bytes
     tip: bytes = b""
-    may_pull: bool = False
+    may_pull: bool = False  # leading blocks, if the computing worker lacks them
 
 
 class Placer:
