@@ -40,6 +40,11 @@ def session_of_headers(headers: Mapping[str, str]) -> Session:
     return NO_SESSION
 
 
+def is_id(value: str) -> bool:
+    """Return whether a value can name a session or a flow."""
+    return _ID.fullmatch(value) is not None
+
+
 def flow_of_headers(headers: Mapping[str, str]) -> str:
     """Return llm-d's fairness id: requests of one tenant take turns by it; empty: by session."""
     named = (headers.get(name, "") for name in FLOWS)

@@ -4,6 +4,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.model.artifact import resolve_model
+from baton.types.geometry import BLOCK_TOKENS
 from router.served_model import ServedModel
 from tests.clients.agent_worker import AgentWorker, Steps
 from tests.clients.coding_agents import AGENTS, MODEL, Agent, Workplace
@@ -63,6 +65,21 @@ async def ended(process: asyncio.subprocess.Process) -> str:
     return out.decode()
 
 
+def cached_shares(worker: AgentWorker) -> list[float]:
+    """For each prompt with tools, the share of its tokens in blocks of earlier prompts."""
+    seen: set[bytes] = set()
+    shares: list[float] = []
+    for submission in worker.submissions:
+        ids = submission.prompt_tokens
+        size = BLOCK_TOKENS * 4
+        prefixes = [sha256(ids[:end]).digest() for end in range(size, len(ids) + 1, size)]
+        cached = next((n for n, prefix in enumerate(prefixes) if prefix not in seen), len(prefixes))
+        if "<tool_call>" in submission.sampling.grammar:
+            shares.append(cached * size / len(ids))
+        seen.update(prefixes)
+    return shares
+
+
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
 async def test_an_agent_finishes_two_tasks_with_two_calls_each(
     agent: Agent, tmp_path: Path
@@ -70,7 +87,7 @@ async def test_an_agent_finishes_two_tasks_with_two_calls_each(
     place = Workplace.make(tmp_path)
     calls = {f"TASK-{n}": agent.steps(place, f"copy-{n}.txt") for n in (1, 2)}
     steps = Steps(calls)
-    async with router_for(steps) as (url, _):
+    async with router_for(steps) as (url, worker):
         for n in (1, 2):
             process = await begun(
                 agent, place, url, f"TASK-{n}: copy a.txt to copy-{n}.txt", resumes=n == 2
@@ -87,6 +104,9 @@ async def test_an_agent_finishes_two_tasks_with_two_calls_each(
             reports = [
                 (await client.get(f"{url}/fleet/requests/{line['id']}")).json() for line in lines
             ]
+    shares = cached_shares(worker)
+    print(f"cached share of each prompt of {agent.name}: {[round(s, 3) for s in shares]}")
+    assert len(shares) >= 6 and min(shares[1:]) >= 0.9, "all but the first prompt of the session"
     assert all(report["session"] for report in reports)
     assert [report["prompt_change"] for report in reports] == [None] * len(reports)
     assert steps.refused == []

@@ -12,7 +12,7 @@ from baton.engine.core.blocks import BlockPool
 from baton.engine.core.plan import StepPlan
 from baton.engine.core.reservations import Reservation, Reservations, ReservationState
 from baton.engine.core.sequence import EngineRequest, Kind, TokenSequence
-from baton.engine.core.shared_prefixes import awaits_prompt, blocks_before
+from baton.engine.core.shared_prefixes import shared_blocks
 from baton.engine.core.speculative.acceptance import SpareBlocks
 from baton.engine.core.tiers.tiers import KvTiers
 from baton.engine.core.waiting import WaitingQueue
@@ -173,9 +173,11 @@ class BatchState:
         return sequence
 
     def _count_cached(self, sequence: TokenSequence) -> None:
-        if sequence.request.spec.cacheable and sequence.prompt_outputs is None:
-            blocks = blocks_before(sequence, [*self.running, *self.queue.items], self.pool)
-            sequence.found_tokens = blocks * self.pool.block_tokens
+        """Note first tokens that are cached, or that prompts before it will have computed."""
+        queued = [item for item in self.queue.items if isinstance(item, TokenSequence)]
+        before = [item for item in queued if item.request.order <= sequence.request.order]
+        blocks = shared_blocks(sequence, [*self.running, *before], self.pool)[1]
+        sequence.found_tokens = blocks * self.pool.block_tokens
 
     def matching(self, sequence: TokenSequence) -> list[int]:
         """Return cached blocks of the first tokens; the last token is always computed."""
@@ -184,7 +186,9 @@ class BatchState:
 
     def awaits_prompt(self, sequence: TokenSequence) -> bool:
         """Return whether a running prompt computes the next blocks that a sequence lacks."""
-        return awaits_prompt(sequence, self.running, self.pool)
+        prompts = [running for running in self.running if not running.decodes]
+        cached, shared = shared_blocks(sequence, prompts, self.pool) if prompts else (0, 0)
+        return shared > cached
 
     def fork(self, source: TokenSequence, choice: int, token: int) -> TokenSequence:
         """Start a choice that shares all blocks of ``source`` until it writes."""

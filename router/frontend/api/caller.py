@@ -12,7 +12,7 @@ from router.frontend.off_loop import TENANT
 from router.frontend.slo import NO_LIMITS, CallLimits
 from router.process import Process
 from router.request import Mode, Routed
-from router.sessions.hints import FINAL_HEADER
+from router.sessions.hints import FINAL_HEADER, unread_hints
 from router.sessions.identity import NO_SESSION, Session, flow_of_headers, session_of_headers
 
 _OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")  # older: the second
@@ -62,6 +62,9 @@ def read_headers(
         raise InvalidRequestError.at(
             "x-baton-mode", f"must be auto, disaggregated or colocated (got {mode[:40]!r})"
         )
+    ignored = Ignored() if ignored is None else ignored
+    for name in unread_hints(headers):
+        ignored.hint(name)
     access = router.access.of(headers)
     traceparent = headers.get("traceparent", "")
     TENANT.set(access.tenant)
@@ -82,7 +85,7 @@ def read_headers(
         session_ends=headers.get(FINAL_HEADER, "").lower() == "true",
         flow=flow_of_headers(headers),
         priority=_priority(headers, router.settings.clients.objectives),
-        ignored=Ignored() if ignored is None else ignored,
+        ignored=ignored,
     )
 
 

@@ -24,7 +24,7 @@ from router.frontend.api.tool_use.offered import messages_of, must_call, offered
 from router.process_core import ProcessCore
 from router.request import GenerationRequest, Shown, part_id
 from router.served_model import ServedModel
-from router.sessions.hints import NO_HINTS, Hints, hints_of
+from router.sessions.hints import NO_HINTS, Hints, hints_of, is_in_vain
 from router.sessions.identity import session_of
 from router.sessions.rotating import without_rotating_texts
 from router.settings import LaneSettings
@@ -366,15 +366,20 @@ class Preparer:
             baggage=caller.baggage,
             slo=caller.limits.at(self._settings.slo),
             flow=caller.flow,
-            expected_tokens=_hinted_tokens(body) if isinstance(body, GenerationBody) else 0,
+            expected_tokens=body.agent_hints.osl or 0 if isinstance(body, GenerationBody) else 0,
             hints=self._hints(body, caller) if isinstance(body, GenerationBody) else NO_HINTS,
         )
 
     def _hints(self, body: GenerationBody, caller: Caller) -> Hints:
-        hints = hints_of(body.prompt_cache_retention, body.service_tier, final=caller.session_ends)
+        tier = body.service_tier
+        if is_in_vain("service_tier", tier):
+            caller.ignored.leave_out(tier or "", "service_tier")
+        retention = body.prompt_cache_retention
+        priority = body.agent_hints.priority
+        hints = hints_of(retention, tier, priority, final=caller.session_ends)
         share = self._core.settings.clients.pinned_share
         if hints.keep_s and (self._settings.external or not share):
-            caller.ignored.leave_out(body.prompt_cache_retention or "", "prompt_cache_retention")
+            caller.ignored.leave_out(retention or "", "prompt_cache_retention")
             return hints._replace(kept=False)
         return hints
 
@@ -393,11 +398,6 @@ def _shown(body: GenerationBody) -> Shown:
         token_ids=bool(body.return_token_ids),
         stop_token=body.shows_stop_token,
     )
-
-
-def _hinted_tokens(body: GenerationBody) -> int:
-    hints = body.nvext.agent_hints if body.nvext is not None else None
-    return hints.osl or 0 if hints is not None else 0
 
 
 def _check_prompt_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:

@@ -74,13 +74,13 @@ class Placement:
 class Quote(NamedTuple):
     """A placement that is not booked yet, and the packed hashes of the prompt's full blocks.
 
-    ``session`` is the one that the prompt continues or begins. Workers ``may_pull`` leading blocks.
+    ``session`` is the one that the prompt continues or begins.
     """
 
     placement: Placement
     hashes: bytes
     session: Session = BEGINS
-    may_pull: bool = False
+    may_pull: bool = False  # leading blocks, if the computing worker lacks them
 
 
 class Placer:

@@ -6,7 +6,8 @@ import pytest
 
 from baton.config.clients import ClientLimitsConfig
 from fleet.cli.explain import _hints
-from router.sessions.hints import NO_HINTS, Hints, hints_of
+from router.sessions.hints import FINAL_HEADER, HEADER_HINTS, HINTS, NO_HINTS, Hints, hints_of
+from router.sessions.identity import FLOWS, HEADERS
 from tests.router.conftest import MODEL
 from tests.router.emulated_worker import Script
 
@@ -69,6 +70,123 @@ async def test_a_lane_that_cannot_keep_kv_says_so(make_fleet, lane) -> None:
     assert _hints(hints) == "hints of the client: its KV cannot be kept 86400 s"
     plain = await fleet.chat(service_tier="flex")
     assert "x-baton-ignored" not in plain.headers
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+URLS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
+
+
+def agent(**hints):
+    return {"nvext": {"agent_hints": hints}}
+
+
+# Hint, API, what is sent, and what becomes of it: a part of the report, the name in
+# x-baton-ignored, or the field of an error.
+WHOLE_TABLE = [
+    ("osl", "chat", agent(osl=9), {"expected_tokens": 9}),
+    ("osl", "chat", agent(osl=0), ValueError("nvext.agent_hints.osl")),
+    ("priority", "chat", agent(priority=7), {"hints": {"turn": -7}}),
+    ("priority", "chat", agent(priority=-2), {"hints": {"turn": 2}}),
+    ("priority", "chat", agent(priority=7) | {"service_tier": "flex"}, {"hints": {"turn": 1}}),
+    ("priority", "chat", agent(priority="x"), ValueError("nvext.agent_hints.priority")),
+    ("strict_priority", "chat", agent(strict_priority=0), {"hints": None}),
+    ("strict_priority", "chat", agent(strict_priority=3), "nvext.agent_hints.strict_priority"),
+    ("latency_sensitivity", "chat", agent(latency_sensitivity=0.0), {"hints": None}),
+    (
+        "latency_sensitivity",
+        "chat",
+        agent(latency_sensitivity=2.5),
+        "nvext.agent_hints.latency_sensitivity",
+    ),
+    ("speculative_prefill", "chat", agent(speculative_prefill=False), {"hints": None}),
+    (
+        "speculative_prefill",
+        "chat",
+        agent(speculative_prefill=True),
+        "nvext.agent_hints.speculative_prefill",
+    ),
+    ("", "chat", agent(mood=1), "nvext.agent_hints.mood"),
+    ("prompt_cache_key", "chat", {"prompt_cache_key": "k"}, {"session": "k"}),
+    ("prompt_cache_key", "responses", {"prompt_cache_key": "k"}, {"session": "k"}),
+    (
+        "prompt_cache_options",
+        "responses",
+        {"prompt_cache_options": {"x": 1}},
+        "prompt_cache_options",
+    ),
+    ("prompt_cache_options", "chat", {"prompt_cache_options": {"x": 1}}, "prompt_cache_options"),
+    (
+        "prompt_cache_retention",
+        "chat",
+        {"prompt_cache_retention": "1h"},
+        {"hints": {"keep_s": 3600}},
+    ),
+    (
+        "prompt_cache_retention",
+        "responses",
+        {"prompt_cache_retention": "x"},
+        ValueError("prompt_cache_retention"),
+    ),
+    (
+        "cache_control",
+        "messages",
+        {"cache_control": {"type": "ephemeral", "ttl": "1h"}},
+        {"hints": {"keep_s": 3600}},
+    ),
+    (
+        "cache_control",
+        "messages",
+        {"cache_control": {"type": "ephemeral", "ttl": "2h"}},
+        ValueError("cache_control.ttl"),
+    ),
+    ("service_tier", "chat", {"service_tier": "flex"}, {"hints": {"turn": 1}}),
+    ("service_tier", "chat", {"service_tier": "auto"}, {"hints": None}),
+    ("service_tier", "chat", {"service_tier": "scale"}, "service_tier.scale"),
+    ("service_tier", "responses", {"service_tier": "priority"}, {"hints": {"turn": -1}}),
+    ("service_tier", "responses", {"service_tier": "scale"}, "service_tier.scale"),
+    ("service_tier", "messages", {"service_tier": "standard_only"}, {"hints": None}),
+    ("service_tier", "messages", {"service_tier": "scale"}, "service_tier.scale"),
+    ("speed", "messages", {"speed": "standard"}, {"hints": None}),
+    ("speed", "messages", {"speed": "fast"}, "speed"),
+]
+WHOLE_HEADERS = [
+    *[(name, "s-1", {"session": "s-1"}) for name in HEADERS],
+    *[(name, "two words", name) for name in HEADERS],
+    *[(name, "f-1", {"hints": None}) for name in FLOWS],
+    *[(name, "two words", name) for name in FLOWS],
+    (FINAL_HEADER, "true", {"hints": {"keep_s": 0}}),
+    (FINAL_HEADER, "perhaps", FINAL_HEADER),
+    ("x-dynamo-parent-session-id", "s-1", "x-dynamo-parent-session-id"),
+]
+
+
+def test_the_table_of_hints_is_tested_as_a_whole() -> None:
+    assert {name for name, *_ in WHOLE_TABLE} - {""} == HINTS.keys()
+    assert {name for name, *_ in WHOLE_HEADERS} == HEADER_HINTS.keys()
+
+
+async def test_each_hint_is_honoured_refused_or_named(make_fleet) -> None:
+    fleet = await make_fleet({"decode-0": Script()})
+    calls = [(api, given, {}, outcome) for _, api, given, outcome in WHOLE_TABLE]
+    calls += [("chat", {}, {name: value}, outcome) for name, value, outcome in WHOLE_HEADERS]
+    for api, given, headers, outcome in calls:
+        usual = {"input": "hi", "max_output_tokens": 16} if api == "responses" else CHAT
+        body = {"model": MODEL, **usual, **given}
+        answer = await fleet.http.post(URLS[api], json=body, headers=headers)
+        case = (api, given, headers, answer.text)
+        if isinstance(outcome, ValueError):
+            assert answer.status_code == 400 and str(outcome) in answer.text, case
+            continue
+        assert answer.status_code == 200, case
+        named = outcome if isinstance(outcome, str) else None
+        assert answer.headers.get("x-baton-ignored") == named, case
+        if isinstance(outcome, dict):
+            request_id = answer.headers["x-request-id"]
+            report = (await fleet.http.get(f"/fleet/requests/{request_id}")).json()
+            for field, value in outcome.items():
+                shown = report[field]
+                shown = shown["id"] if field == "session" else shown
+                assert shown == value, case
 
 
 async def test_marks_of_anthropics_api_keep_a_prefix_as_long_as_the_longest(make_fleet) -> None:

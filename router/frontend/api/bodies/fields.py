@@ -1,7 +1,7 @@
 """Handling of the fields of a request body.
 
 honoured   a field of the body's class, described by the text below it
-accepted   ignored, because it has no effect here
+accepted   ignored, because it has no effect here; hints are listed in ``x-baton-ignored``
 refused    rejected with a 400 that names an alternative: ignoring it would change the answer
 unknown    ignored and listed in the header ``x-baton-ignored``
 """
@@ -71,6 +71,10 @@ class Ignored:
             )
         # Before the dot are known fields, so there are few labels.
         self._keep(place, place.rpartition(".")[0] or "body")
+
+    def hint(self, name: str) -> None:
+        """Record a hint that has no effect; never rejected."""
+        self._keep(name, "hints")
 
     def leave_out(self, item: str, where: str) -> None:
         """Record an item of the known field ``where`` that cannot be used; never rejected."""

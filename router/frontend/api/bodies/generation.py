@@ -108,8 +108,10 @@ class AgentHints(Body):
     osl: Annotated[int, Field(ge=1, lt=INT32)] | None = None
     """expected output tokens, for the choice of workers; default: the mean of earlier responses"""
 
+    priority: Annotated[int, Field(ge=-INT32, lt=INT32)] | None = None
+    """turn among the tenant's requests, unless service_tier has one; higher values go first"""
+
     accepted: ClassVar[dict[str, str]] = {
-        "priority": "priority is a field of the request",
         "strict_priority": "priority is a field of the request",
         "speculative_prefill": "nothing is computed before it is requested",
         "latency_sensitivity": _HINT,
@@ -247,6 +249,12 @@ class GenerationBody(SamplingFields, ModelBody):
         "kv_transfer_params": Refused((None, {}), "the router chooses the workers"),
         "vllm_xargs": Refused((None, {}), "leave it out"),
     }
+
+    @property
+    def agent_hints(self) -> AgentHints:
+        """Hints in ``nvext``, or none."""
+        given = self.nvext.agent_hints if self.nvext is not None else None
+        return given or AgentHints()
 
     @property
     def stops(self) -> tuple[str, ...]:

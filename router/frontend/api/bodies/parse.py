@@ -15,6 +15,7 @@ from router.frontend.api.bodies.common import Body
 from router.frontend.api.bodies.decimals import refuse_long_decimals
 from router.frontend.api.bodies.fields import Ignored, refuse
 from router.frontend.errors import MISSING_HERE, sentence
+from router.sessions.hints import is_in_vain
 
 MAX_STRUCTURES = 65_536
 """Largest number of JSON objects, arrays and names of fields in a body, which take about 40 ms."""
@@ -184,6 +185,8 @@ class _Sieve:
             if kind.used_types and data.get("type") not in kind.used_types:
                 return
             if name in kind.accepted:
+                if is_in_vain(name, value):
+                    self._ignored.hint(f"{place}{name}")
                 return
             rule = kind.refused.get(name)
             if rule is None:

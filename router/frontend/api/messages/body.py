@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from router.frontend.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBody, NonEmpty
 from router.frontend.api.bodies.fields import MAX_TOOLS, Refused
@@ -211,9 +211,10 @@ class CountTokensBody(ModelBody):
     """edits of the conversation before the model sees it"""
     cache_control: CacheControl | None = None
     """see below"""
+    service_tier: Annotated[str, StringConstraints(max_length=64)] | None = None
+    """as in chat completions; Anthropic's values have no effect"""
 
     accepted: ClassVar[dict[str, str]] = {
-        "service_tier": _HINT,
         "speed": _HINT,
         "inference_geo": _HINT,
         "billing_policy": _HINT,

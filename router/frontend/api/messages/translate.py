@@ -241,6 +241,7 @@ def _sampling(body: MessagesBody) -> dict[str, Any]:
         "priority": body.priority,
         "cache_salt": body.cache_salt,
         "prompt_cache_retention": _retention(body),
+        "service_tier": body.service_tier,
         "user": body.metadata.user_id if body.metadata is not None else None,
     }
     return {name: value for name, value in fields.items() if value is not None}
