@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from baton.model.gguf_config import KEYS
 from baton.model.gguf_file import READABLE
 from baton.model.hf_keys import CONFIG_KEYS, HONOURED, NO_EFFECT, ROPE_KEYS, Rule
 from baton.model.hf_quantisation import METHODS
@@ -24,7 +25,7 @@ _TABLES = {
     "rope_scaling and rope_parameters": ROPE_KEYS,
     "tokenizer_config.json": TOKENIZER_CONFIG,
     "generation_config.json": GENERATION_CONFIG,
-    "GGUF metadata": GGUF,
+    "GGUF metadata": {**{f"ARCHITECTURE.{key}": rule for key, rule in KEYS.items()}, **GGUF},
 }
 
 

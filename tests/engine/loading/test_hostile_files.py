@@ -114,8 +114,16 @@ def index(folder: Path, rng: random.Random) -> Path:
     """An index with wrong names, or that is none."""
     (folder / HEADER).rename(folder / "model-00001-of-00001.safetensors")
     right = "model-00001-of-00001.safetensors"
-    wrong = [f"../{folder.name}/{right}", f"{folder}/{right}", "..", ".", "", "none.safetensors"]
-    place = rng.choice([right, *wrong, "config.json", "x" * 300, "a\0b", *VALUES])
+    wrong: list[object] = [
+        f"../{folder.name}/{right}",
+        f"{folder}/{right}",
+        "..",
+        ".",
+        "",
+        "none.safetensors",
+    ]
+    wrong += ["config.json", "x" * 300, "a\0b", *VALUES]
+    place = rng.choice([right, rng.choice(wrong)])
     whole = rng.choice([{"weight_map": {"a": right, "b": place}}, {"weight_map": place}, place])
     text = json.dumps(whole).encode() if rng.random() < 0.9 else DEEP
     (folder / INDEX).write_bytes(text)
