@@ -265,7 +265,8 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
 def _numbers(parameters: dict[str, Any]) -> dict[str, float | int]:
     for name, value in parameters.items():
         most = 1.0 if name in ("top_p", "min_p") else sys.float_info.max
-        if isinstance(value, bool) or not 0 <= float(value) <= most:
+        kinds = (int,) if name in ("top_k", "max_tokens") else (int, float)
+        if type(value) not in kinds or not 0 <= value <= most:
             raise ValueError(f"{name} = {value!r}")
     return parameters
 

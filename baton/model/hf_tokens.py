@@ -5,6 +5,7 @@ some of them by their text. ``token_keys.py`` lists the keys.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from baton.model.model_config import ModelConfig, ModelError
 from baton.model.token_keys import TOKENIZER_CONFIG, refuse_values
 
 _SUFFIX = "_token"
+_CLASS = "tokenizer_class"
+_PREFIXED = re.compile("(GPT2|Qwen2)Tokenizer")  # classes that read `add_prefix_space`
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # get new ids in this order
 _EXTRA = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False) | {"normalized": True}
@@ -117,10 +120,14 @@ def _amended(
             _merge(tokens, flags, changes=text_of not in known)
     for text_of in filter(None, map(_text, named)):
         tokens[text_of] = {**tokens[text_of], "special": True}
-    cut = json.loads(bytes(parts.get("pre_tokenizer", b"null")))
-    changed = config.get("fix_mistral_regex") is True and cut is not None
-    if changed:
-        parts["pre_tokenizer"] = msgspec.Raw(_with_tekken(cut))
+    cut = bytes(parts.get("pre_tokenizer", b"null"))
+    fixed = cut
+    if config.get("add_prefix_space") is True and _PREFIXED.match(str(config.get(_CLASS))):
+        fixed = re.sub(rb'("add_prefix_space":\s*)false', rb"\1true", cut)
+    if config.get("fix_mistral_regex") is True and cut != b"null":
+        fixed = _with_tekken(json.loads(cut))
+    parts["pre_tokenizer"] = msgspec.Raw(fixed)
+    changed = fixed != cut
     if list(tokens.values()) != before:
         _number(tokens, parts.get("model", b"{}"))
         parts["added_tokens"] = msgspec.Raw(msgspec.json.encode(list(tokens.values())))
