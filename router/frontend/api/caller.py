@@ -63,7 +63,7 @@ def read_headers(
             "x-baton-mode", f"must be auto, disaggregated or colocated (got {mode[:40]!r})"
         )
     access = router.access.of(headers)
-    traceparent = headers.get("traceparent", "")
+    traceparent = passed_on(headers.get("traceparent", ""))
     TENANT.set(access.tenant)
     return Caller(
         tenant=access.tenant,
