@@ -10,7 +10,7 @@ available to their tenant and to operators.
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from time import monotonic, monotonic_ns, time, time_ns
+from time import monotonic, monotonic_ns, time_ns
 from typing import Annotated, Any
 
 import msgspec
@@ -278,14 +278,8 @@ def _set_adapter_info(lane: Lane) -> None:
     for active in lane.gateway.active.values():
         if active.request.adapter is not None:
             by_state[active.decode_id is not None].add(active.request.adapter.name)
-    waiting, running = (",".join(sorted(names)) for names in by_state)
-    lane.metrics.set_info(
-        "baton_adapter_requests_info",
-        time(),
-        max_lora=str(lane.settings.max_adapters),
-        running_lora_adapters=running,
-        waiting_lora_adapters=waiting,
-    )
+    waiting, running = by_state
+    lane.metrics.set_adapter_info(lane.settings.max_adapters, running, waiting)
 
 
 def _set_key_gauges(router: Process) -> None:
