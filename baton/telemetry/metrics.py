@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from math import inf
+from time import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -128,6 +129,12 @@ class Metrics:
         size = {"block_size": str(block_tokens), "num_gpu_blocks": str(blocks)}
         kind = {"num_cpu_blocks": "0", "cache_dtype": dtype, "enable_prefix_caching": "True"}
         self.set_info("baton_kv_cache_info", 1, **size, **kind)
+
+    def set_adapter_info(self, most: int, running: Iterable[str], waiting: Iterable[str]) -> None:
+        """Export the adapters of requests, as vLLM does."""
+        names = {"running_lora_adapters": running, "waiting_lora_adapters": waiting}
+        shown = {label: ",".join(sorted(adapters)) for label, adapters in names.items()}
+        self.set_info("baton_adapter_requests_info", time(), max_lora=str(most), **shown)
 
     def observe(self, name: str, value: float, *, trace_id: str = "", **labels: str) -> None:
         """Add one value to a histogram; ``trace_id`` becomes the exemplar of its bucket."""

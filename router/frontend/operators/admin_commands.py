@@ -58,7 +58,7 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
         who = router.access.name(request.headers)
         source = source_of(request)
         answers = [
-            (await _ask(desks[name], body, who, source)).data
+            (await ask(desks[name], body, who, source)).data
             for name in _models_of(router, body, list(desks))
         ]
         return {"data": answers[0] if len(answers) == 1 else _merged(body.verb, answers)}
@@ -73,7 +73,7 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
         name = next(iter(desks))
         if model is not None:
             name = router.lanes.base(model, "model").model.names[0]
-        answer = await _ask(desks[name], _CommandBody(verb="plan"))
+        answer = await ask(desks[name], "plan")
         return dict(answer.data)
 
     return api
@@ -86,7 +86,7 @@ def _add_sleep(api: Endpoints, router: Process, desks: Mapping[str, AdminCommand
         """Send a command to the controllers; return whether it was done in time."""
         router.access.check_change(request.headers)
         for desk in desks.values():
-            await _ask(desk, command, router.access.name(request.headers), source_of(request))
+            await ask(desk, command, router.access.name(request.headers), source_of(request))
         until_s = monotonic() + 600.0
         while not await is_done():
             if monotonic() > until_s:
@@ -172,19 +172,16 @@ def _merged(verb: str, answers: list[Any]) -> Any:
     return list(nodes.values())
 
 
-async def ask(orders: AdminCommands, verb: str, who: str = "", source: str = "") -> CommandReply:
-    """Send a command without arguments to a controller, and return its answer.
+async def ask(
+    orders: AdminCommands, command: _CommandBody | str, who: str = "", source: str = ""
+) -> CommandReply:
+    """Send a command, or one without arguments by its verb, and return the controller's answer.
 
     Raises:
         InvalidRequestError: The controller refuses it.
         UnavailableError: The controller or Redis does not answer.
     """
-    return await _ask(orders, _CommandBody(verb=verb), who, source)
-
-
-async def _ask(
-    orders: AdminCommands, body: _CommandBody, who: str = "", source: str = ""
-) -> CommandReply:
+    body = _CommandBody(verb=command) if isinstance(command, str) else command
     try:
         answer = await orders.ask(
             body.verb, body.workers, body.arguments, body.timeout_s, who, source

@@ -17,7 +17,6 @@ from time import monotonic_ns
 from batonpb.common_pb2 import WorkerStatus
 from batonpb.decode_pb2 import Cancel, Hello, RouterFrame
 
-from baton.registry.router_demands import PlannedSizes, Sleep
 from baton.registry.workers import RegistryWatcher
 from baton.text.tokenizer import TextTokenizer
 from baton.types.errors import (
@@ -103,7 +102,8 @@ class Gateway:
         self.kept = KeptRecords(core.settings.kept_records)
         self._pumping = False
         self._closing = False
-        self.asleep: Sleep = ""
+        self.asleep = False  # the model is unloaded
+        self.starts_from_zero = settings.starts_from_zero  # requests may wait for a first worker
         self.stopping = False  # the fleet stops: responses may finish, lost workers have exited
 
     def start(self, listener: LinkListener) -> None:
@@ -186,19 +186,6 @@ class Gateway:
             self.observer.cancelled(active)
             self.cancel_at_worker(active)
             self.release(active)
-
-    def planned(self, plan: PlannedSizes) -> None:
-        """Follow the controller, which reports whether the model is unloaded."""
-        self.asleep = plan.asleep
-        if plan.asleep == "abort":
-            for active in list(self.active.values()):
-                self.abort(active)
-        self.observer.planned(plan)
-
-    @property
-    def starts_from_zero(self) -> bool:
-        """True if requests may wait for a first worker."""
-        return self.settings.starts_from_zero and not self.asleep
 
     @property
     def in_flight(self) -> int:

@@ -77,13 +77,13 @@ async def test_a_model_that_is_asleep_waits_for_an_operator(make_fleet):
     gateway = fleet.lane.gateway
     queued = asyncio.create_task(fleet.chat())
     await until(lambda: gateway.admission.waiting == 1)
-    gateway.planned(PlannedSizes(asleep="wait"))
+    fleet.lane.planned(PlannedSizes(asleep="wait"))
     gateway.pump()
     later = await fleet.chat()
     assert [(await queued).status_code, later.status_code] == [503, 503]
     assert "an operator loads it" in later.json()["error"]["message"]
     assert (await fleet.http.get("/health")).status_code == 503
-    gateway.planned(PlannedSizes())
+    fleet.lane.planned(PlannedSizes())
     woken = asyncio.create_task(fleet.chat())
     await until(lambda: gateway.admission.waiting == 1)
     await fleet.add("decode-0")
@@ -98,7 +98,7 @@ async def test_a_sleep_ends_requests_or_lets_them_end(make_fleet, mode, reason):
     call = asyncio.create_task(fleet.chat(max_tokens=30))
     await until(lambda: any(a.record.completion_tokens > 2 for a in gateway.active.values()))
     for _ in range(2):
-        gateway.planned(PlannedSizes(asleep=mode))
+        fleet.lane.planned(PlannedSizes(asleep=mode))
     answer = (await call).json()
     assert answer["choices"][0]["finish_reason"] == reason
     assert (answer["usage"]["completion_tokens"] == 30) == (mode == "wait")
