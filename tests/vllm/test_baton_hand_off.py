@@ -90,6 +90,7 @@ async def check_tokens(router: MiniRouter, prefill: WorkerProcess) -> None:
     different: list[int] = []
     overlaps: list[bool] = []
     repaired = 0
+    before = await asyncio.to_thread(vllm_metric, own_socket, EXTERNAL_HITS)  # of a self-test
     loaded_tokens = 0
     for number in range(32):
         name = f"r{number}"
@@ -108,7 +109,7 @@ async def check_tokens(router: MiniRouter, prefill: WorkerProcess) -> None:
         loaded_tokens += len(prompt) // 32 * 32
     assert len(different) <= 16, different
     hits = await asyncio.to_thread(vllm_metric, own_socket, EXTERNAL_HITS)
-    assert hits == loaded_tokens
+    assert hits - before == loaded_tokens
     assert repaired > 0
     assert sum(overlaps) > len(overlaps) / 2, overlaps  # a busy machine delays some
 

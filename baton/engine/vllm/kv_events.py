@@ -183,7 +183,8 @@ class CachedBlocks:
 
     def clear(self) -> CacheChanged:
         """Forget all blocks, and return what Baton's index loses."""
-        pool, reach = _Changes(self._held), _Changes(self._reach)
+        pool = _Changes(self._held)
+        reach = _Changes(self._reach)
         pool.clear()
         reach.clear()
         self._copies.clear()

@@ -16,7 +16,7 @@ import numpy as np
 
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.remote.http import HttpOrigin
-from baton.engine.remote.live_request import Parameters
+from baton.engine.remote.live_request import Parameters, Saved
 from baton.engine.vllm import protocol
 from baton.engine.vllm.events_client import EventPrefixes
 from baton.engine.vllm.facts import VllmFacts
@@ -42,14 +42,7 @@ async def check_untested(
     folder: str,
     vocab_size: int,
 ) -> None:
-    """Test the running server.
-
-    Args:
-        origin: The server.
-        facts: Its properties.
-        read_events: Returns a reader of its KV events, which calls back after changes.
-        folder: Folder with which it was started.
-        vocab_size: Vocabulary of its model.
+    """Test the running server; ``read_events`` makes a reader that calls back after changes.
 
     Raises:
         InternalError: It does not do what workers rely on.
@@ -84,21 +77,19 @@ async def check_untested(
 class _Test:
     def __init__(self, origin: HttpOrigin, facts: VllmFacts, vocab_size: int) -> None:
         self._origin = origin
-        self._pool_blocks = facts.pool_blocks
+        self._facts = facts
         self._whole = _BLOCKS * facts.block_tokens
         self._prompt = [(7919 * at + 13) % vocab_size for at in range(self._whole + 1)]
         self._cached = 0  # tokens of a repeated prompt; 0: vLLM caches no prefixes of this model
         self._first: SampledToken | None = None
 
     async def responses(self) -> None:
-        """Compare responses with and without a cached prefix."""
-        await self._ask("a prompt", b"a", 0)
-        self._cached = await self._ask("its repetition", b"a")
-        await self._ask("the prompt of another tenant", b"b", 0)
+        await self._ask("a prompt", b"a" * 16, 0)
+        self._cached = await self._ask("its repetition", b"a" * 16)
+        await self._ask("the prompt of another tenant", b"b" * 16, 0)
 
     async def events(self, prefixes: EventPrefixes, changed: asyncio.Event) -> None:
-        """Wait until the events name the blocks of the prompt."""
-        hashes = block_hashes(_seed(b"a"), self._prompt)
+        hashes = block_hashes(b"a" * 16, self._prompt)
         while prefixes.cached_tokens(hashes) < self._cached:
             changed.clear()
             await changed.wait()
@@ -107,52 +98,45 @@ class _Test:
         """Let vLLM copy blocks into pages, and from there into blocks of another tenant."""
         pages = list(range(self._whole // BLOCK_TOKENS))
         file = f"{folder}/{GENERATIONS}"
-        generations = np.memmap(file, np.int64, "r+", shape=(self._pool_blocks,))
-        complete = asyncio.Event()
+        generations = np.memmap(file, np.int64, "r+", shape=(self._facts.pool_blocks,))
         place = {"first_token": 0, "generation": 1}
-        reports = SaveReports(
-            f"{folder}/{SAVES}",
-            lambda _generation, saved, _rank: complete.set() if saved.pages else None,
-            lambda *_: None,
-        )
+        saving = set(range(self._facts.width))
+        saved = asyncio.Event()
+
+        def report(_generation: int, part: Saved, rank: int) -> None:
+            if part.pages:  # in all layers
+                saving.discard(rank)
+            if not saving:
+                saved.set()
+
+        reports = SaveReports(f"{folder}/{SAVES}", report, lambda *_: None)
+        generations[pages] = 1
         try:
-            generations[pages] = 1
-            await self._ask("a saved prompt", b"c", 0, {"save_pages": pages, **place})
-            await complete.wait()
-            await self._ask("a loaded prompt", b"d", self._whole, {"load_pages": pages, **place})
+            await self._ask("a saved prompt", b"c" * 16, 0, {"save_pages": pages, **place})
+            await saved.wait()
+            loads = {"load_pages": pages, **place}
+            await self._ask("a loaded prompt", b"d" * 16, self._whole, loads)
         finally:
             generations[pages] = 0
             reports.close()
 
     async def _ask(
-        self,
-        name: str,
-        salt: bytes,
-        cached: int | None = None,
-        transfer: Parameters | None = None,
+        self, name: str, seed: bytes, cached: int | None = None, transfer: Parameters | None = None
     ) -> int:
         """Check the response to the prompt; return the tokens of it that were cached."""
         params = SamplingParams(max_tokens=2, temperature=0.0, logprobs=2, ignore_eos=True)
-        spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=_seed(salt))
+        spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=seed)
         body = protocol.generate_body(_NAME, self._prompt, spec, 0, (), transfer)
-        raw = await self._origin.fetch("POST", protocol.GENERATE, _LIMIT_S, body)
         stream = protocol.ChoiceStream(_NAME, 0, spec, ())
-        tokens = [token for run in stream.feed(raw) for token in run.tokens]
+        runs = stream.feed(await self._origin.fetch("POST", protocol.GENERATE, _LIMIT_S, body))
+        tokens = [token for run in runs for token in run.tokens]
         if len(tokens) != params.max_tokens or not stream.finished:
             raise InternalError(f"{name}: {len(tokens)} tokens of {params.max_tokens}")
-        self._first = self._first or tokens[0]
-        if not _agree(self._first, tokens[0]):
-            raise InternalError(f"{name}: {tokens[0]}, and alone {self._first}")
+        alone = self._first = self._first or tokens[0]
+        scores = {**dict(tokens[0].top), tokens[0].token: tokens[0].logprob}
+        score = scores.get(alone.token)
+        if score is None or alone.logprob is None or abs(score - alone.logprob) > _TIE:
+            raise InternalError(f"{name}: {tokens[0]}, and alone {alone}")
         if stream.cached_tokens is None or cached not in (None, stream.cached_tokens):
             raise InternalError(f"{name}: {stream.cached_tokens} cached tokens, not {cached}")
         return stream.cached_tokens
-
-
-def _agree(one: SampledToken, other: SampledToken) -> bool:
-    """Return whether two first tokens are equal, but for near ties."""
-    scores = {**dict(other.top), other.token: other.logprob or 0.0}
-    return one.logprob is not None and abs(scores.get(one.token, -99.0) - one.logprob) < _TIE
-
-
-def _seed(salt: bytes) -> bytes:
-    return salt * 16

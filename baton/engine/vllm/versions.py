@@ -1,7 +1,8 @@
 """Versions of vLLM: which Baton was tested with, and what they changed for workers.
 
     0.33   a token's alternatives may have one entry more, which ``protocol.py`` leaves out; KV
-           events have new fields, which ``kv_events.py`` ignores
+           events have new fields, which ``kv_events.py`` ignores; ``--disable-lora`` is the new
+           name of ``--no-enable-lora``
 
 A worker with another version tests it when it starts, see ``untested.py``.
 """
