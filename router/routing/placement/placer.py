@@ -234,7 +234,7 @@ class Placer:
             may_spread &= self.computing.add_held(reusable, held) <= max(there.values(), default=0)
         session = self._sessions.find(hashes, max(held.values(), default=0))
         prompt = PromptToPlace(request, reusable, held, sources, avoid, session)
-        may_spread = may_spread and not session.is_cached
+        may_spread = session.continues if session.is_cached else may_spread
         choice = self._cheapest_of_all(prompt, rates, now_ns, may_spread=may_spread)
         if choice is None:
             choice = self._cheapest_of_few(prompt, rates, now_ns)
@@ -322,22 +322,23 @@ class Placer:
         if may_spread and prompt.cached_blocks:
             workers = [placement.computes.slot.worker_id for placement in placed]
             priced = zip(workers, placed.costs_s, strict=True)
-            ties = self._with_few_sessions(priced, compared[0], prompt.cached_blocks) or ties
+            ties = self._with_few_sessions(priced, compared[0], prompt) or ties
         return compared[self._random.choice(ties)], compared
 
     def _with_few_sessions(
-        self, priced: Iterable[tuple[str, float]], cheapest: Candidate, cached_blocks: int
+        self, priced: Iterable[tuple[str, float]], cheapest: Candidate, prompt: PromptToPlace
     ) -> list[int]:
-        """Return the best placements of a session's first turn, if later turns count as well.
+        """Return the best placements of a session's turn, if later turns count as well.
 
         Without a long common prefix the list is empty: nothing draws sessions to one worker.
         """
-        tokens = cached_blocks * cheapest.computes.block_tokens
+        tokens = prompt.cached_blocks * cheapest.computes.block_tokens
         if cheapest.computes.prompt_s(tokens, context_tokens(0, tokens)) < LEAST_S:
             return []
         workers, alone_s = zip(*priced, strict=True)
         turn_s = cheapest.terms.compute_s
-        delays = zip(alone_s, self._sessions.expected_delays(workers), strict=True)
+        tip = prompt.session.tip if prompt.session.is_cached else b""
+        delays = zip(alone_s, self._sessions.expected_delays(workers, tip), strict=True)
         costs_s = [cost_s + turn_s * turns for cost_s, turns in delays]
         limit_s = min(costs_s) + self._settings.tie_s
         return [index for index, cost_s in enumerate(costs_s) if cost_s < limit_s]

@@ -87,12 +87,15 @@ class ResidentSessions:
             if not self._count[turn.worker_id]:
                 del self._count[turn.worker_id]
 
-    def expected_delays(self, workers: Sequence[str]) -> list[float]:
-        """Return by how many turns a new session at each of some workers will be delayed.
+    def expected_delays(self, workers: Sequence[str], tip: bytes = b"") -> list[float]:
+        """Return by how many turns a session at each of some workers will be delayed.
 
-        A copy of the common prefix at another worker serves as many sessions as would be delayed,
-        so each of them has a part of its cost: the delay counts once for each.
+        One with a ``tip`` has the common prefix, and is delayed by those that its worker has not. A
+        copy for a new session serves as many as would be delayed, so each of them has a part of its
+        cost: the delay counts once for each.
         """
+        turn = self._turns.get(tip)
         least = min(self._count[worker_id] for worker_id in workers)
-        more = [min(self._count[worker_id] - least, _MOST_MORE) for worker_id in workers]
-        return [_DELAY_SHARE * sessions * sessions for sessions in more]
+        own = self._count[turn.worker_id] if turn is not None else least
+        more = [min(max(self._count[worker_id] - own, 0), _MOST_MORE) for worker_id in workers]
+        return [_DELAY_SHARE * sessions * (1 if turn else sessions) for sessions in more]

@@ -44,6 +44,14 @@ def test_sessions_are_forgotten_after_minutes():
     assert sessions.expected_delays(["a", "b"]) == [pytest.approx(0.2), 0.0]
 
 
+def test_a_session_that_moves_is_delayed_by_those_that_its_worker_has_not():
+    sessions = ResidentSessions()
+    for session, worker in enumerate("aabbbb"):
+        sessions.note(prompt(120, session), b"", worker, 0)
+    delays = sessions.expected_delays(["a", "b", "c"], prompt(120, 0)[-16:])
+    assert delays == [0.0, pytest.approx(0.2 * 2), 0.0]
+
+
 def test_a_session_is_recognised_when_it_is_short_and_when_it_was_evicted():
     placer = placer_of(fleet(0, 4, random.Random(1)))
     continues = []
