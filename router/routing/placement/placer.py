@@ -30,7 +30,7 @@ from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.prefix_sources import Source
 from router.routing.placement.pricing import Asked
 from router.routing.placement.prompt_hashes import HashSeedCache, prompt_hashes
-from router.routing.placement.resident_sessions import BEGINS, ResidentSessions, Session
+from router.routing.placement.resident_sessions import BEGINS, PromptSession, ResidentSessions
 from router.routing.placement.shortlist import Described, PromptToPlace, Shortlist
 from router.routing.placement.worker_columns import Workers
 from router.routing.placement.worker_load import NO_TIERS, LoadReader, Rates, Reports, loads_of
@@ -79,7 +79,7 @@ class Quote(NamedTuple):
 
     placement: Placement
     hashes: bytes
-    session: Session = BEGINS
+    session: PromptSession = BEGINS
     may_pull: bool = False  # leading blocks, if the computing worker lacks them
 
 

@@ -26,8 +26,8 @@ class _Turn(NamedTuple):
     at_ns: int
 
 
-class Session(NamedTuple):
-    """Session of a prompt.
+class PromptSession(NamedTuple):
+    """The session of a prompt.
 
     Attributes:
         tip: Its tip; empty if it begins.
@@ -40,7 +40,7 @@ class Session(NamedTuple):
     continues: bool = False
 
 
-BEGINS = Session()
+BEGINS = PromptSession()
 
 
 class ResidentSessions:
@@ -50,7 +50,7 @@ class ResidentSessions:
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()  # by tip
         self._count: Counter[str] = Counter()
 
-    def find(self, hashes: bytes, cached_blocks: int) -> Session:
+    def find(self, hashes: bytes, cached_blocks: int) -> PromptSession:
         """Return the session that a prompt continues or begins.
 
         Most of the prompt's blocks that are cached anywhere are ``cached_blocks``: the tip is the
@@ -59,7 +59,7 @@ class ResidentSessions:
         for end in (cached_blocks, len(hashes) // HASH_BYTES):
             for block in range(end, max(end - _MAX_ANSWER_BLOCKS, 0), -1):
                 if (tip := hashes[(block - 1) * HASH_BYTES : block * HASH_BYTES]) in self._turns:
-                    return Session(tip, block <= cached_blocks, tip != hashes[-HASH_BYTES:])
+                    return PromptSession(tip, block <= cached_blocks, tip != hashes[-HASH_BYTES:])
         return BEGINS
 
     def note(self, hashes: bytes, continued: bytes, worker_id: str, now_ns: int) -> None:

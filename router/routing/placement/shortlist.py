@@ -27,7 +27,7 @@ from router.routing.placement.prefix_sources import (
     Source,
 )
 from router.routing.placement.pricing import Asked, Pricing
-from router.routing.placement.resident_sessions import BEGINS, Session
+from router.routing.placement.resident_sessions import BEGINS, PromptSession
 from router.routing.placement.worker_columns import WorkerColumns, Workers
 from router.routing.placement.worker_load import (
     NO_TIERS,
@@ -155,7 +155,7 @@ class PromptToPlace(NamedTuple):
     held: Mapping[bytes, int]
     sources: tuple[Source, ...]
     avoid: bytes
-    session: Session = BEGINS
+    session: PromptSession = BEGINS
 
     @property
     def cached_blocks(self) -> int:
