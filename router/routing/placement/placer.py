@@ -273,6 +273,8 @@ class Placer:
         length = len(request.prompt)
         if computes.prompt_s(length, context_tokens(0, length)) >= LEAST_S:
             self._sessions.note(quote.hashes, quote.tip, computes.worker_id, at_ns)
+            if quote.tip:
+                self._sessions.turn_s.add(chosen.terms.compute_s)
         if self.computing.begin(request.request_id, quote.hashes, chosen, at_ns):
             return
         self._prefix_index.expect(computes.incarnation, quote.hashes, at_ns)
@@ -334,7 +336,7 @@ class Placer:
         if cheapest.computes.prompt_s(tokens, context_tokens(0, tokens)) < LEAST_S:
             return []
         workers, alone_s = zip(*priced, strict=True)
-        turn_s = cheapest.terms.compute_s
+        turn_s = max(cheapest.terms.compute_s, self._sessions.turn_s.value)
         delays = zip(alone_s, self._sessions.expected_delays(workers), strict=True)
         costs_s = [cost_s + turn_s * turns for cost_s, turns in delays]
         limit_s = min(costs_s) + self._settings.tie_s
