@@ -281,6 +281,7 @@ class EmulatedVllm:
         return {
             "token_ids": [known[word] for word in text.split()],
             "sampling_params": {"max_tokens": body.get("max_tokens", 16)},
+            "cache_salt": body.get("cache_salt"),
         }
 
     def _spelt(self, chunk: dict[str, Any], is_chat: bool, *, stream: bool) -> dict[str, Any]:

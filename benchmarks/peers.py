@@ -420,9 +420,10 @@ async def measure(side: str, load: Load, count: int, seed: int, words: dict[str,
         try:
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(trust_env=False, timeout=120, limits=limits) as client:
-                for url in servers.urls:
+                for number, url in enumerate(servers.urls, start=1):
                     await _until_listening(client, url)
-                    await _serve_others(client, url, Clients(client, url, words, seed))
+                    others = Clients(client, url, words, seed + 1000 * number)  # other texts
+                    await _serve_others(client, url, others)
                 async with router(side, servers, folder) as (url, pid):
                     kill = servers.kill if load.kills else lambda: None
                     await asyncio.sleep(_SETTLE_S)

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
+from baton.registry.router_demands import PlannedSizes
 from baton.telemetry.metrics import Metrics
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.lanes import split_version
@@ -71,10 +72,20 @@ class Lane:
         """Return the tasks that keep the lane's parts equal to Redis."""
         gateway = self.gateway
         count_failure = self.observer.task_failed
-        shares = ShareFeed(gateway, tables.demands, count_failure, self.observer.planned)
+        shares = ShareFeed(gateway, tables.demands, count_failure, self.planned)
         refreshed = gateway.workers.resting.refreshed
         index = IndexFeeder(self.prefix_index, tables.events, self.observer.metrics, refreshed)
         return [index, TicketFeed(gateway.tickets, tables.tickets, count_failure), shares]
+
+    def planned(self, plan: PlannedSizes) -> None:
+        """Follow the controller, which reports whether the model is unloaded."""
+        gateway = self.gateway
+        gateway.asleep = bool(plan.asleep)
+        gateway.starts_from_zero = self.settings.starts_from_zero and not plan.asleep
+        if plan.asleep == "abort":
+            for active in list(gateway.active.values()):
+                gateway.abort(active)
+        self.observer.planned(plan)
 
     @property
     def is_loaded(self) -> bool:

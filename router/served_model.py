@@ -267,6 +267,16 @@ class ServedModel:
         _ = self._length_bound  # otherwise the first long text waits for it
         self.tokenizer.speed_up(self.template.source)
 
+    @property
+    def context(self) -> str:
+        """Part of errors that clients know from vLLM."""
+        return f"this model's maximum context length is {self.max_context_tokens} tokens"
+
+    def too_long(self, param: str, tokens: str, most: int) -> PromptTooLongError:
+        """Return the error of a prompt, whose first words and figures clients know of Anthropic."""
+        text = f"the prompt is too long: {tokens} tokens > {most}; {self.context}"
+        return PromptTooLongError.at(param, f"{text} for prompt and answer together")
+
     @cached_property
     def _length_bound(self) -> LengthBound:
         return LengthBound.of(self.tokenizer)
@@ -288,11 +298,7 @@ class ServedModel:
                 )
             return
         if len(text) > limit and (least := self._length_bound.fewest_tokens(text)) > limit:
-            raise PromptTooLongError.at(
-                param,
-                f"a text of {len(text)} characters has at least {least} tokens; the "
-                f"context for prompt and answer together is {limit} tokens",
-            )
+            raise self.too_long(param, f"at least {least}", limit)
 
     def vocabulary(self) -> Vocabulary:
         """Return the vocabulary for grammars, which takes a moment."""

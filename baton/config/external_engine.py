@@ -1,6 +1,7 @@
 """Fleet file sections on engines that are installed by themselves: vLLM and llama-server."""
 
 import itertools
+import operator
 from collections.abc import Collection
 from typing import Annotated, Literal, Self
 
@@ -39,17 +40,29 @@ _TENSOR = ("--tensor-parallel-size", "-tp")
 _PIPELINE = ("--pipeline-parallel-size", "-pp")
 
 
+class VllmTiersConfig(Section):
+    """Storage of each vLLM worker for KV that its pool has no room for.
+
+    Attributes:
+        memory_mb: Host memory per worker in MB, in addition to its pool.
+    """
+
+    memory_mb: Annotated[int, Field(ge=0, le=16_777_216)] = 0
+
+
 class VllmConfig(Section):
     """vLLM of all workers, see ``docs/guide/vllm.md``.
 
     Attributes:
         python: Absolute path, on every host, of an interpreter with vLLM.
         args: Further arguments of ``vllm serve``, one word each.
+        prefill_args: Arguments of prefill workers behind ``args``, such as another width.
         gpus: GPUs of each worker, which Ray reserves; 0: vLLM's build is for CPUs.
         hand_off: How prefill workers hand KV over to decode workers: ``nixl`` is vLLM's
             NixlConnector, which needs the package ``nixl`` beside vLLM. ``baton`` is experimental:
             Baton's own transports, for vLLM 0.32 without pipeline parallelism. Without it there are
             no prefill workers.
+        kv_tiers: KV storage below the GPUs' memory, by vLLM's OffloadingConnector.
         batch_invariant: Turn vLLM's batch-invariant mode on, which ``numerics: exact`` needs.
         servers: Running servers to attach, instead of ``python``. See
             ``docs/guide/attached.md``.
@@ -57,8 +70,10 @@ class VllmConfig(Section):
 
     python: AbsoluteFile | None = None
     args: Annotated[tuple[str, ...], Field(max_length=200)] = ()
+    prefill_args: Annotated[tuple[str, ...], Field(max_length=200)] = ()
     gpus: Annotated[int, Field(ge=0, le=64)] = 0
     hand_off: Literal["nixl", "baton"] | None = None
+    kv_tiers: VllmTiersConfig = VllmTiersConfig()
     batch_invariant: bool = False
     servers: AttachedServers | None = None
 
@@ -69,7 +84,13 @@ class VllmConfig(Section):
                 "needs `python: FILE`, with which vLLM is started, or `servers: …`, which are "
                 "running: one of them"
             )
-        own = self.model_fields_set & {"args", "gpus", "batch_invariant"}
+        own = self.model_fields_set & {
+            "args",
+            "prefill_args",
+            "gpus",
+            "kv_tiers",
+            "batch_invariant",
+        }
         if self.servers is not None and own:
             raise ValueError(f"{min(own)}: not for `servers`, which are running already")
         if self.servers is not None and self.hand_off == "baton":
@@ -79,7 +100,18 @@ class VllmConfig(Section):
             raise ValueError("servers: role: prefill needs `hand_off: nixl`")
         return self
 
-    @field_validator("args", mode="before")
+    @model_validator(mode="after")
+    def _tiers_are_of_gpus(self) -> Self:
+        if self.kv_tiers.memory_mb and not self.gpus:
+            raise ValueError(
+                "kv_tiers: vLLM's OffloadingConnector copies from GPUs, and refuses to start on "
+                "CPUs: set `gpus`, or remove it"
+            )
+        if self.kv_tiers.memory_mb and self.hand_off is not None:
+            raise ValueError("kv_tiers cannot be combined with `hand_off`: remove one of them")
+        return self
+
+    @field_validator("args", "prefill_args", mode="before")
     @classmethod
     def _words_to_tuple(cls, value: object) -> object:
         """Accept the numbers that YAML reads from a list of words."""
@@ -89,7 +121,7 @@ class VllmConfig(Section):
 
     @model_validator(mode="after")
     def _refuse_taken_arguments(self) -> Self:
-        for argument in self.args:
+        for argument in (*self.args, *self.prefill_args):
             name = argument.partition("=")[0].partition(".")[0].replace("_", "-")
             if name in TAKEN:
                 raise ValueError(f"args: {name}: {TAKEN[name]}")
@@ -102,9 +134,13 @@ class VllmConfig(Section):
             word.replace("_", "-") == "--enable-lora" for word in self.args
         )
 
+    def args_of(self, role: str) -> tuple[str, ...]:
+        """Return the arguments of the workers of a role."""
+        return self.args + self.prefill_args if role == "prefill" else self.args
+
     @model_validator(mode="after")
     def _copies_of_whole_layers(self) -> Self:
-        if self.hand_off == "baton" and self._number(_PIPELINE) > 1:
+        if self.hand_off == "baton" and max(self._numbers(_PIPELINE)) > 1:
             raise ValueError(
                 "hand_off: baton copies no KV of pipeline stages: use `nixl`, or no "
                 "--pipeline-parallel-size"
@@ -113,19 +149,30 @@ class VllmConfig(Section):
 
     @model_validator(mode="after")
     def _gpus_suffice(self) -> Self:
-        width = self._number(_TENSOR) * self._number(_PIPELINE)
+        ranks = list(map(operator.mul, self._numbers(_TENSOR), self._numbers(_PIPELINE)))
+        if ranks[0] != ranks[1] and (self.hand_off != "baton" or self.batch_invariant):
+            raise ValueError(
+                "prefill_args: workers of unequal width need `hand_off: baton`, and no "
+                "`batch_invariant`, whose sums depend on the width"
+            )
+        width = max(ranks)
         if self.gpus and self.gpus < width:
             raise ValueError(f"gpus: {self.gpus}, but the parallel sizes in args need {width}")
         return self
 
-    def _number(self, names: Collection[str]) -> int:
-        """Return the last value of an argument, or 1 without a number."""
-        found = "1"
-        for word, following in itertools.pairwise((*self.args, "")):
-            name, has_value, value = word.partition("=")
-            if name.replace("_", "-") in names:
-                found = value if has_value else following
-        return int(found) if found.isdecimal() else 1  # vLLM refuses what is no number
+    def _numbers(self, names: Collection[str]) -> list[int]:
+        """Return an argument's value for workers of each role."""
+        return [_number(self.args_of(role), names) for role in ("prefill", "decode")]
+
+
+def _number(args: Collection[str], names: Collection[str]) -> int:
+    """Return the last value of an argument, or 1 without a number."""
+    found = "1"
+    for word, following in itertools.pairwise((*args, "")):
+        name, has_value, value = word.partition("=")
+        if name.replace("_", "-") in names:
+            found = value if has_value else following
+    return int(found) if found.isdecimal() else 1  # vLLM refuses what is no number
 
 
 class LlamaServerConfig(Section):

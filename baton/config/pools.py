@@ -249,7 +249,7 @@ class PoolsConfig(Section):
                 "one of them"
             )
         if self.kv_tiers.memory_mb or self.kv_tiers.disk_mb:
-            raise ValueError(f"kv_tiers: not for {kind} workers")
+            raise ValueError(f"kv_tiers: not for {kind} workers; vllm has `vllm: {{kv_tiers: …}}`")
         if self.widest > 1:
             raise ValueError(
                 f"tensor_parallel: not for {kind} workers; use `--tensor-parallel-size` in "
@@ -271,6 +271,12 @@ class PoolsConfig(Section):
         """Return the number of ranks of one replica of a pool."""
         ranks = self.tensor_parallel
         return ranks.prefill if role == "prefill" else ranks.decode
+
+    @property
+    def roles_differ(self) -> bool:
+        """True if workers of the roles have unequal processes, and so cannot change roles."""
+        own = self.vllm is not None and self.vllm.prefill_args != ()
+        return own or self.width("prefill") != self.width("decode")
 
     @property
     def servers(self) -> AttachedServers | None:

@@ -53,6 +53,14 @@ def map_pool(pool_fd: int, geometry: KvGeometry) -> memoryview:
     return memoryview(mmap.mmap(pool_fd, geometry.pool_bytes))
 
 
+def own_pool(geometry: KvGeometry) -> memoryview:
+    """Return zeroed memory of a pool for this process, aligned as ``map_pool`` does.
+
+    The kernels read a vector of K or V by cache lines: one that begins inside a line has one more.
+    """
+    return memoryview(mmap.mmap(-1, geometry.pool_bytes))
+
+
 def pool_file() -> int:
     """Create a pool's memory file, which the kernel frees after its last user."""
     return os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

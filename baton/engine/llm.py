@@ -15,6 +15,7 @@ from baton.engine.core.core import EngineCore
 from baton.engine.core.scheduler import SchedulerConfig
 from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
 from baton.engine.core.speculative.proposers import Speculation
+from baton.engine.ipc import own_pool
 from baton.engine.numerics import Numerics
 from baton.engine.settings import EngineSettings, default_device
 from baton.model.artifact import resolve_model
@@ -24,7 +25,6 @@ from baton.text.tokenizer import load_tokenizer
 from baton.types import events as ev
 from baton.types.block_hashes import hash_seed
 from baton.types.errors import InvalidRequestError, NumericsError, PromptTooLongError, from_code
-from baton.types.geometry import KvGeometry
 from baton.types.params import AdapterRef, SampledToken, SamplingParams
 from baton.types.prompt_outputs import MEAN, Floats, PromptLogprobs
 
@@ -48,10 +48,6 @@ class Output:
     def token_ids(self) -> list[int]:
         """Ids of the sampled tokens."""
         return [sampled.token for sampled in self.tokens]
-
-
-def _memory(geometry: KvGeometry) -> memoryview:
-    return memoryview(bytearray(geometry.pool_bytes))
 
 
 class LLM:
@@ -100,7 +96,7 @@ class LLM:
             max_batch_requests=max_batch_requests,
             max_step_tokens=max_step_tokens,
         )
-        self.runner, info = build_artifact(self.artifact, settings, _memory, lambda _: None)
+        self.runner, info = build_artifact(self.artifact, settings, own_pool, lambda _: None)
         kv_dtype = settings.kv_dtype or dtype
         self._identity = (info.weights_digest, kv_dtype, info.numerics_id)
         limits = SchedulerConfig(max_batch_requests, max_step_tokens)

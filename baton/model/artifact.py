@@ -20,6 +20,7 @@ from baton.model.hf_quantisation import Quantisation, read_quantisation
 from baton.model.hf_tokens import TokenFiles
 from baton.model.locate import HUB_LOAD_S, is_gguf, locate
 from baton.model.model_config import ModelConfig, ModelError, refuse_numbers
+from baton.model.safetensors_file import SafetensorsFile
 from baton.model.token_keys import GENERATION_CONFIG, refuse_gguf_keys, refuse_values
 
 __all__ = ["ModelArtifact", "ModelConfig", "ModelError", "TokenizerSource", "resolve_model"]
@@ -28,6 +29,7 @@ TokenizerSource = str | dict[str, Any]
 
 # exceptions that a metadata value of the wrong type raises
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_CARD_CHARACTERS = 1 << 20
 _COMMON = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _IN_GGUF = ("temp", "top_k", "top_p", "min_p", "penalty_repeat")
 _GENERATION = {**dict(zip(_COMMON, _COMMON, strict=True)), "max_new_tokens": "max_tokens"}
@@ -162,10 +164,14 @@ def _from_directory(
 
 
 def _safetensors_files(folder: Path) -> tuple[Path, ...]:
-    index = read_json(folder / "model.safetensors.index.json")
-    names = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
-    if outside := [name for name in names if Path(name).name != name]:
-        raise ModelError(f"{folder}: the index names {outside[0]!r}, which is not in this folder")
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if not (folder / names[0]).exists() and index.exists():  # one file goes before an index
+        placed = read_json(index).get("weight_map")
+        places: list[Any] = list(placed.values()) if isinstance(placed, dict) else [placed]
+        if wrong := [name for name in places if Path(str(name)).name != name]:
+            raise ModelError(f"{index}: names {wrong[0]!r}, which is not in this folder")
+        names = sorted(set(places))
     files = tuple(folder / name for name in names)
     missing = [path.name for path in files if not path.is_file()]
     if not missing and files:
@@ -179,18 +185,9 @@ def _safetensors_files(folder: Path) -> tuple[Path, ...]:
 def _safetensors_dtype(files: Iterable[Path]) -> str:
     counts: Counter[str] = Counter()
     for path in files:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if not 0 < size <= 100_000_000:
-                raise ModelError(f"{path}: not a safetensors file")
-            try:
-                header = json.loads(file.read(size))
-            except ValueError as error:
-                raise ModelError(f"{path}: not a safetensors file ({error})") from error
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                counts[entry["dtype"]] += end - begin
+        with SafetensorsFile(path) as file:
+            for tensor in file.tensors.values():
+                counts[tensor.dtype] += tensor.end - tensor.begin
     return counts.most_common(1)[0][0] if counts else "none"
 
 
@@ -206,9 +203,10 @@ def _templates(named: Mapping[str, str | None]) -> dict[str, Any]:
 
 
 def _license_of_card(card: Path) -> str | None:
-    if not card.exists():
+    if not card.is_file():
         return None
-    before, _, fields = card.read_text(encoding="utf-8", errors="replace").partition("---\n")
+    with card.open(encoding="utf-8", errors="replace") as file:
+        before, _, fields = file.read(_CARD_CHARACTERS).partition("---\n")
     fields = "" if before.strip() else fields.partition("\n---")[0]
     names = [line[8:] for line in fields.splitlines() if line.startswith("license:")]
     return names[0].strip().strip("'\"") or None if names else None
@@ -267,7 +265,8 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
 def _numbers(parameters: dict[str, Any]) -> dict[str, float | int]:
     for name, value in parameters.items():
         most = 1.0 if name in ("top_p", "min_p") else sys.float_info.max
-        if isinstance(value, bool) or not 0 <= float(value) <= most:
+        kinds = (int,) if name in ("top_k", "max_tokens") else (int, float)
+        if type(value) not in kinds or not 0 <= value <= most:
             raise ValueError(f"{name} = {value!r}")
     return parameters
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.model.gguf_tokens import end_tokens, token_id
+from baton.model.hf_keys import HONOURED, NO_EFFECT, Rule
 from baton.model.model_config import (
     GGUF_FAMILIES,
     ModelConfig,
@@ -20,17 +21,29 @@ _LAYERS_27B = 62
 _NO_ROPE_STEP = 4  # each fourth layer of SmolLM3 has no RoPE
 _MIXTURES = ("qwen3_moe", "gpt_oss")
 
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # of options that no supported family uses
-    "attn_logit_softcapping": (0.0,),
-    "final_logit_softcapping": (0.0,),
+_READ = """
+    context_length embedding_length block_count feed_forward_length expert_feed_forward_length
+    expert_count expert_used_count expert_weights_norm attention.head_count attention.head_count_kv
+    attention.key_length attention.value_length attention.key_length_swa attention.value_length_swa
+    attention.layer_norm_rms_epsilon attention.sliding_window attention.sliding_window_pattern
+    rope.dimension_count rope.dimension_count_swa rope.freq_base rope.freq_base_swa
+    rope.scale_linear rope.scaling.type rope.scaling.factor rope.scaling.original_context_length
+    rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
+"""
+_IGNORED = "vocab_size rope.scaling.finetuned rope.dimension_sections pooling_type"
+_SCALES = "logit_scale residual_scale embedding_scale expert_weights_scale rope.scaling.alpha"
+_OFF: tuple[Any, ...] = (0, "", [])
+KEYS: Mapping[str, Rule] = {
+    **dict.fromkeys(_READ.split(), HONOURED),
+    **dict.fromkeys(_IGNORED.split(), NO_EFFECT),
+    **dict.fromkeys(_SCALES.split(), (0.0, 1.0)),
     "attention.causal": (True,),
-    "expert_group_count": (0,),
-    "nextn_predict_layers": (0,),
+    "expert_gating_func": (0, 1, 3),  # which llama.cpp reads for none of the families
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),
-    "rope.scaling.yarn_log_multiplier": (0.0,),
 }
+"""Keys of GGUF metadata behind the architecture's name; others are refused unless they are off."""
 _WIDTHS = ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa")
 _ROTATED = ("rope.dimension_count", "rope.dimension_count_swa")
 
@@ -43,10 +56,11 @@ def refuse_unsupported(path: Path, architecture: str, meta: Mapping[str, Any]) -
     if experts and GGUF_FAMILIES[architecture] not in _MIXTURES:
         raise ModelError(f"{where}: mixture of experts is not supported")
     refuse_rope(where, _rope_type(architecture, meta))
-    for key, neutral in _NEUTRAL.items():
-        value = meta.get(f"{architecture}.{key}", neutral[0])
-        if value not in neutral:
-            raise ModelError(f"{where}: {key} = {value} is not supported")
+    for name, value in meta.items():
+        key = name.removeprefix(f"{architecture}.")
+        rule = HONOURED if key == name else KEYS.get(key, _OFF)
+        if isinstance(rule, tuple) and value not in rule:
+            raise ModelError(f"{where}: {key} = {str(value)[:80]} is not supported")
     for key in ("attention.head_count_kv", "feed_forward_length", "attention.head_count"):
         if isinstance(meta.get(f"{architecture}.{key}"), list):
             raise ModelError(f"{where}: {key} with different values per layer is not supported")

@@ -34,6 +34,11 @@ _STRING = 8
 _ARRAY = 9
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
+_MOST_BYTES = 1 << 27  # of metadata
+_MOST_KEYS = 1 << 16
+_MOST_TENSORS = 1 << 18
+_MOST_ELEMENTS = 1 << 24  # of all arrays together
+_MOST_DIMENSIONS = 4
 READABLE = frozenset((GGMLQuantizationType.F32, GGMLQuantizationType.F16, *_type_traits))
 """Types of tensors that can be read."""
 
@@ -90,6 +95,8 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def _open_part(path: Path) -> GgufFile:
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing or no regular file")
     buffer = np.memmap(path, mode="r")
     try:
         return _Reader(path, buffer).read()
@@ -100,13 +107,17 @@ def _open_part(path: Path) -> GgufFile:
 class _Reader:
     def __init__(self, path: Path, buffer: npt.NDArray[np.uint8]) -> None:
         self._path = path
-        self._bytes = buffer.view(np.ndarray).data
+        self._size = len(buffer)
+        self._bytes = buffer.view(np.ndarray).data[:_MOST_BYTES]
         self._at = 0
+        self._elements = 0
 
     def read(self) -> GgufFile:
         magic, version, tensors, keys = self._take("4sIQQ")
         if magic != b"GGUF" or version not in _VERSIONS:
             raise ValueError(f"magic {magic!r}, version {version} is not supported")
+        if keys > _MOST_KEYS or tensors > _MOST_TENSORS:
+            raise ValueError(f"{keys} keys and {tensors} tensors are too many")
         metadata = {}
         for _ in range(keys):
             key = self._string()
@@ -129,7 +140,7 @@ class _Reader:
         (length,) = self._take("Q")
         end = self._at + length
         if end > len(self._bytes):
-            raise ValueError("a string ends after the file")
+            raise ValueError("a string ends after the file, or is too long")
         text = str(self._bytes[self._at : end], "utf-8")
         self._at = end
         return text
@@ -142,8 +153,9 @@ class _Reader:
         if kind != _ARRAY:
             raise ValueError(f"metadata type {kind} is not supported")
         kind, count = self._take("IQ")
-        if count > len(self._bytes):
-            raise ValueError(f"an array of {count} elements ends after the file")
+        self._elements += count
+        if self._elements > _MOST_ELEMENTS:
+            raise ValueError(f"arrays of more than {_MOST_ELEMENTS} elements")
         if kind == _STRING:
             return self._strings(count)
         if kind not in _SCALARS:
@@ -168,6 +180,8 @@ class _Reader:
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
         (dimensions,) = self._take("I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise ValueError(f"{name[:80]}: {dimensions} dimensions")
         shape = self._take(f"{dimensions}Q")
         kind, offset = self._take("IQ")
         return name, shape, kind, offset
@@ -182,7 +196,7 @@ class _Reader:
         if not shape or shape[0] % block:
             raise ValueError(f"{name}: {shape} is not a multiple of {kind.name} blocks of {block}")
         count = math.prod(shape) // block * size
-        if begin + offset + count > len(self._bytes):
+        if begin + offset + count > self._size:
             raise ValueError(f"{name} is truncated")
         return GgufTensor(self._path, name, kind, shape, begin + offset, count)
 

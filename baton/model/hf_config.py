@@ -18,6 +18,7 @@ from baton.model.model_config import (
     windows,
 )
 
+_MOST_BYTES = 1 << 27
 _OPTIONAL_WINDOW = ("qwen2", "qwen3", "qwen3_moe", "smollm3")  # only with use_sliding_window
 _PATTERNS = {"gemma3": 6, "gpt_oss": 2}  # each sixth, or second, layer has no window
 _SLIDING = "sliding_attention"
@@ -29,13 +30,24 @@ _TIED_WRAPPERS = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGener
 _SHARED = ("bos_token_id", "eos_token_id", "quantization_config")  # with images, at the top
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file; raise ``ModelError`` if it is no regular one, or too large."""
+    if not path.is_file() or path.stat().st_size > _MOST_BYTES:  # a pipe may never end
+        raise ModelError(f"{path}: must be a regular file of at most {_MOST_BYTES} bytes")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as text ({error})") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; return an empty one if the file does not exist."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must contain a JSON object")

@@ -5,6 +5,7 @@ some of them by their text. ``token_keys.py`` lists the keys.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import Any
 
 import msgspec
 
-from baton.model.hf_config import read_json
+from baton.model.hf_config import read_json, read_text
 from baton.model.model_config import ModelConfig, ModelError
 from baton.model.token_keys import TOKENIZER_CONFIG, refuse_values
 
 _SUFFIX = "_token"
+_CLASS = "tokenizer_class"
+_PREFIXED = re.compile("(GPT2|Qwen2)Tokenizer")  # classes that read `add_prefix_space`
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # get new ids in this order
 _EXTRA = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False) | {"normalized": True}
@@ -64,7 +67,7 @@ class TokenFiles:
         self.special = {name: text for name, text in texts.items() if text is not None}
         if not (file := folder / "tokenizer.json").exists():
             raise ModelError(f"{folder}: tokenizer.json is missing (others are not supported)")
-        self.tokenizer, ids = _amended(file.read_text(encoding="utf-8"), added, config)
+        self.tokenizer, ids = _amended(read_text(file), added, config)
         self._end = ids.get(self.special.get("eos_token", ""), -1)
 
     def with_end(self, config: ModelConfig) -> ModelConfig:
@@ -83,9 +86,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         given = {"default": given}
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     files["default"] = folder / "chat_template.jinja"
-    texts: dict[str, Any] = {
-        name: path.read_text("utf-8") for name, path in files.items() if path.exists()
-    }
+    texts: dict[str, Any] = {name: read_text(path) for name, path in files.items() if path.exists()}
     given = texts or given
     if given.get("default") is None:  # of models whose processor has the template
         given["default"] = read_json(folder / "chat_template.json").get("chat_template")
@@ -119,10 +120,14 @@ def _amended(
             _merge(tokens, flags, changes=text_of not in known)
     for text_of in filter(None, map(_text, named)):
         tokens[text_of] = {**tokens[text_of], "special": True}
-    cut = json.loads(bytes(parts.get("pre_tokenizer", b"null")))
-    changed = config.get("fix_mistral_regex") is True and cut is not None
-    if changed:
-        parts["pre_tokenizer"] = msgspec.Raw(_with_tekken(cut))
+    cut = bytes(parts.get("pre_tokenizer", b"null"))
+    fixed = cut
+    if config.get("add_prefix_space") is True and _PREFIXED.match(str(config.get(_CLASS))):
+        fixed = re.sub(rb'("add_prefix_space":\s*)false', rb"\1true", cut)
+    if config.get("fix_mistral_regex") is True and cut != b"null":
+        fixed = _with_tekken(json.loads(cut))
+    parts["pre_tokenizer"] = msgspec.Raw(fixed)
+    changed = fixed != cut
     if list(tokens.values()) != before:
         _number(tokens, parts.get("model", b"{}"))
         parts["added_tokens"] = msgspec.Raw(msgspec.json.encode(list(tokens.values())))

@@ -261,7 +261,7 @@ def _is_complete(folder: Path, *, with_weights: bool) -> bool:
         return all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
     names = {"config.json", "tokenizer.json", "model.safetensors"}
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if index.is_file() and not (folder / "model.safetensors").is_file():
         names.remove("model.safetensors")
         names |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     return all((folder / name).is_file() for name in names)

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from baton.model.artifact import ModelConfig, ModelError
+from baton.model.safetensors_file import SafetensorsFile
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -250,11 +249,10 @@ def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
             hint = "; adapter_model.bin is a pickle, which is never read: save as safetensors"
         raise AdapterError(f"{file}: is missing{hint}")
     try:
-        with safe_open(file, framework="np") as opened:
-            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: (tuple(p.get_shape()), p.get_dtype()) for name, p in parts.items()}
-    except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{file}: cannot be read as safetensors ({error})") from error
+        with SafetensorsFile(file) as opened:
+            return {name: (tensor.shape, tensor.dtype) for name, tensor in opened.tensors.items()}
+    except ModelError as error:
+        raise AdapterError(str(error)) from error
 
 
 def _match(

@@ -24,11 +24,12 @@ TOKENIZER_CONFIG: Mapping[str, Rule] = _rules(
     """
     bos_token eos_token unk_token sep_token pad_token cls_token mask_token added_tokens_decoder
     additional_special_tokens extra_special_tokens fix_mistral_regex chat_template
+    add_prefix_space tokenizer_class
     """,
     # transformers takes add_bos_token from tokenizer.json; vLLM does not clean up spaces either
     """
-    tokenizer_class auto_map processor_class backend is_local model_max_length model_input_names
-    padding_side truncation_side add_bos_token add_eos_token add_prefix_space legacy errors
+    auto_map processor_class backend is_local model_max_length model_input_names
+    padding_side truncation_side add_bos_token add_eos_token legacy errors
     use_default_system_prompt sp_model_kwargs spaces_between_special_tokens device_map
     clean_up_tokenization_spaces max_length stride truncation_strategy pad_to_multiple_of
     """,

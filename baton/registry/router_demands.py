@@ -1,6 +1,7 @@
 """Load of each router of a fleet, shared a few times a second, and its prompts, at once."""
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -9,6 +10,7 @@ from baton.registry.types import WorkDemand
 
 _TTL_MS = 60_000
 _PLAN_TTL_MS = 10_000
+Sleep = Literal["", "wait", "abort"]
 _PROMPTS = 128  # entries of up to 256 KiB; those that are not read at once are of no use
 
 
@@ -38,12 +40,14 @@ class PlannedSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the pools by the planner, whether it may act or not.
 
     ``load`` is that of the fuller role at the best split of the ready workers; from 1 on, no split
-    of them holds the load. 0: there is no load to judge.
+    of them holds the load. 0: there is no load to judge. ``asleep`` is not empty from the unloading
+    of the model to its loading: ``wait`` lets requests end, ``abort`` ends them.
     """
 
     prefill: int = 0
     decode: int = 0
     load: float = 0.0
+    asleep: Sleep = ""
 
 
 class RouterDemands:

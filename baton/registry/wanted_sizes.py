@@ -6,6 +6,7 @@ Every call may raise the registry's ``RegistryUnavailableError``.
 import msgspec
 
 from baton.registry.redis_store import Registry
+from baton.registry.router_demands import Sleep
 
 _TTL_MS = 7 * 24 * 3600 * 1000
 
@@ -18,6 +19,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     closed_nodes: tuple[str, ...] = ()  # addresses of nodes that take no workers
     drained: tuple[str, ...] = ()  # workers that stay down until they are restarted
     auto: bool | None = None  # the planner acts; None: the default
+    asleep: Sleep = ""
 
 
 async def read(registry: Registry, of: str) -> Wanted:

@@ -7,7 +7,7 @@ other names of a metric have buckets of their own without counting anything twic
 
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from threading import Lock
 from time import time
@@ -48,7 +48,7 @@ class Histogram(Collector):
         self._series: dict[tuple[str, ...], Histogram] = {}
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
-        self._exemplars: dict[int, tuple[str, float, float]] = {}  # by bucket
+        self._exemplars: dict[int, Exemplar] = {}  # by bucket
         self._lock = Lock()
 
     def labels(self, *values: str) -> "Histogram":
@@ -69,29 +69,7 @@ class Histogram(Collector):
             self._counts[index] += times
             self._sum += value * times
             if trace_id:
-                self._exemplars[index] = trace_id, value, time()
-
-    def exemplars(
-        self, bounds: Sequence[float], group: Group
-    ) -> Iterator[tuple[dict[str, str], Exemplar]]:
-        """Yield the labels of buckets, as `family`, and the latest value of a trace in each."""
-        rows = list(self._series.items()) if self._labels else [((), self)]
-        latest: dict[tuple[tuple[str, str], ...], tuple[str, float, float]] = {}
-        for values, series in rows:
-            kept_here = list(series._exemplars.items())  # noqa: SLF001
-            if not kept_here:
-                continue
-            labels = group(dict(zip(self._labels, values, strict=True)))
-            if labels is None:
-                continue
-            for index, kept in kept_here:
-                bound = (*self._bounds, _INFINITE)[index]
-                shown = min((le for le in bounds if le >= bound), default=_INFINITE)
-                le = str(floatToGoString(shown))  # type: ignore[no-untyped-call]
-                key = (*labels.items(), ("le", le))
-                latest[key] = max(kept, latest.get(key, kept), key=lambda item: item[2])
-        for key, (trace_id, value, at_s) in latest.items():
-            yield dict(key), Exemplar({"trace_id": trace_id}, value, at_s)
+                self._exemplars[index] = Exemplar({"trace_id": trace_id}, value, time())
 
     def collect(self) -> Iterable[Metric]:
         """Yield the family in Prometheus' form."""
@@ -107,29 +85,44 @@ class Histogram(Collector):
     ) -> Metric:
         """Return the series, added up by group, with some of the bounds, under a name.
 
-        ``start`` has labels of groups that are exported even if nothing is counted.
+        The exemplar of a bucket is the latest of a recorded trace. ``start`` has labels of groups
+        that are exported even if nothing is counted.
         """
         size = len(self._counts) + 1  # of buckets, and the sum of the values
         sums = {tuple(labels.items()): [0.0] * size for labels in start}
         rows = list(self._series.items()) if self._labels else [((), self)]
+        places = [bisect_left(self._bounds, bound) for bound in bounds]
+        latest: dict[tuple[object, ...], Exemplar] = {}  # by group and place
         for values, series in rows:
             labels = group(dict(zip(self._labels, values, strict=True)))
             if labels is not None:
                 key = tuple(labels.items())
                 with series._lock:  # noqa: SLF001
                     added = (*series._counts, series._sum)  # noqa: SLF001
+                    exemplars = list(series._exemplars.items())  # noqa: SLF001
                 sums[key] = [a + b for a, b in zip(sums.get(key, [0.0] * size), added, strict=True)]
+                for index, kept in exemplars:
+                    at = (*key, next((place for place in places if place >= index), -1))
+                    latest[at] = max(kept, latest.get(at, kept), key=_time_of)
         family = Metric(name, text, "histogram")
-        places = [bisect_left(self._bounds, bound) for bound in bounds]
         texts = [str(floatToGoString(bound)) for bound in (*bounds, _INFINITE)]  # type: ignore[no-untyped-call]
         for items, total in sums.items():
             labels = dict(items)
             counts = list(accumulate(total[:-1]))
             for le, place in zip(texts, (*places, -1), strict=True):
-                family.add_sample(f"{name}_bucket", {**labels, "le": le}, counts[place])
+                family.add_sample(
+                    f"{name}_bucket",
+                    {**labels, "le": le},
+                    counts[place],
+                    exemplar=latest.get((*items, place)),
+                )
             family.add_sample(f"{name}_count", labels, counts[-1])
             family.add_sample(f"{name}_sum", labels, total[-1])
         return family
+
+
+def _time_of(exemplar: Exemplar) -> float:
+    return float(exemplar.timestamp or 0)
 
 
 def add_up(

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 
 _INTERVAL_MS = "60000"
 _OWN = ("baton_", "gen_ai_")
-_GEN_AI_NAMES = {
-    "gen_ai_server_request_duration_seconds": "gen_ai.server.request.duration",
-    "gen_ai_server_time_to_first_token_seconds": "gen_ai.server.time_to_first_token",
-    "gen_ai_server_time_per_output_token_seconds": "gen_ai.server.time_per_output_token",
-}
 _UNITS = {"_seconds": "s", "_bytes": "By", "_ratio": "1"}
 
 
@@ -79,7 +74,10 @@ class MetricExport:
 def _converted(family: Metric, began_ns: int, now_ns: int) -> Any:
     from opentelemetry.sdk.metrics import export
 
-    name = _GEN_AI_NAMES.get(family.name, family.name)
+    name = family.name
+    if name.startswith("gen_ai_"):
+        parts = name.removesuffix("_seconds").replace("gen_ai_server_", "gen_ai.server.")
+        name = parts.replace("request_", "request.")
     unit = next((unit for end, unit in _UNITS.items() if family.name.endswith(end)), "")
     cumulative = export.AggregationTemporality.CUMULATIVE
     data: Any

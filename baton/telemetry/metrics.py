@@ -12,20 +12,21 @@ import contextlib
 import copy
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from math import inf
+from time import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from baton.addresses import join_address
-from baton.telemetry.histograms import Group, Histogram, add_up
+from baton.telemetry import openmetrics
+from baton.telemetry.histograms import Histogram, add_up
 from baton.telemetry.metric_names import METRICS_BY_COMPONENT, MetricSpec
-from baton.telemetry.openmetrics import series_text
 from baton.telemetry.version import version
 from baton.telemetry.vllm_names import VLLM_SERIES, VllmSeries, finer_bounds
 
@@ -129,26 +130,20 @@ class Metrics:
         kind = {"num_cpu_blocks": "0", "cache_dtype": dtype, "enable_prefix_caching": "True"}
         self.set_info("baton_kv_cache_info", 1, **size, **kind)
 
+    def set_adapter_info(self, most: int, running: Iterable[str], waiting: Iterable[str]) -> None:
+        """Export the adapters of requests, as vLLM does."""
+        names = {"running_lora_adapters": running, "waiting_lora_adapters": waiting}
+        shown = {label: ",".join(sorted(adapters)) for label, adapters in names.items()}
+        self.set_info("baton_adapter_requests_info", time(), max_lora=str(most), **shown)
+
     def observe(self, name: str, value: float, *, trace_id: str = "", **labels: str) -> None:
         """Add one value to a histogram; ``trace_id`` becomes the exemplar of its bucket."""
         self.histogram(name, **labels).observe(value, trace_id=trace_id)
 
-    def exemplars(self) -> dict[str, Exemplar]:
-        """Return the exemplars of buckets, by series as on the page."""
-        kept: dict[str, Exemplar] = {}
-
-        def keep(of: str, name: str, bounds: Sequence[float], group: Group) -> None:
-            instrument = self._instruments[of]
-            if isinstance(instrument, Histogram):
-                for labels, exemplar in instrument.exemplars(bounds, group):
-                    kept[series_text(f"{name}_bucket", labels)] = exemplar
-
-        for name, spec in self._specs.items():
-            keep(name, name, spec.buckets, _without_model)
-        for series in VLLM_SERIES[self.component]:
-            for model, bounds in self._bounds_of(series):
-                keep(series.of, series.full_name, bounds, partial(_group_of, series, model))
-        return kept
+    def exemplars(self) -> dict[tuple[object, ...], Exemplar]:
+        """Return the exemplars of the page, by series."""
+        samples = (sample for family in self.families() for sample in family.samples)
+        return {openmetrics.series_of(s): s.exemplar for s in samples if s.exemplar}
 
     def histogram(self, name: str, **labels: str) -> Histogram:
         """Return one series of a histogram, for callers that observe once per token."""
@@ -157,10 +152,11 @@ class Metrics:
             raise ValueError(f"{name} is not a histogram")
         return child
 
-    def render(self) -> bytes:
-        """Return the page in Prometheus' text format."""
+    def render(self, *, in_openmetrics: bool = False) -> bytes:
+        """Return the page in Prometheus' text format, or in OpenMetrics."""
         self.refresh()
-        return generate_latest(_Page(self.families)) + generate_latest(self._process)
+        page = openmetrics.Page(lambda: chain(self.families(), self._process.collect()))
+        return page.openmetrics() if in_openmetrics else generate_latest(page)
 
     def refresh(self) -> None:
         """Set the gauges that are read on demand."""
@@ -256,17 +252,6 @@ class Metrics:
         self._label_sets[name, *model] = known + 1
         child = self._children[name, values] = self._instruments[name].labels(*values)
         return child
-
-
-class _Page(Collector):
-    """Families of a page."""
-
-    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield the families of the page in order."""
-        return self._families()
 
 
 def _without_model(labels: Mapping[str, str]) -> Mapping[str, str]:

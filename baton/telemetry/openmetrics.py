@@ -1,13 +1,32 @@
-"""Conversion of a metrics page to the OpenMetrics format, which has exemplars."""
+"""Pages of metrics in the OpenMetrics format, which has exemplars."""
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.exposition import ALLOWUTF8, generate_latest
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
-from prometheus_client.samples import Exemplar
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar, Sample
 
-__all__ = ["CONTENT_TYPE", "is_wanted", "openmetrics", "series_text"]
+__all__ = ["CONTENT_TYPE", "Page", "is_wanted", "openmetrics", "series_of"]
 _MEDIA_TYPE = "application/openmetrics-text"
+
+
+class Page(Collector):
+    """Families of a page, in order."""
+
+    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the families of the page."""
+        return self._families()
+
+    def openmetrics(self) -> bytes:
+        """Return the page in OpenMetrics; other escaping replaces the colon of ``vllm:``."""
+        return bytes(generate_latest(self, ALLOWUTF8))  # type: ignore[no-untyped-call]
 
 
 def is_wanted(accept: str) -> bool:
@@ -21,35 +40,16 @@ def is_wanted(accept: str) -> bool:
     return weights[_MEDIA_TYPE] > 0 and weights[_MEDIA_TYPE] >= weights["text/plain"]
 
 
-def series_text(name: str, labels: Mapping[str, str]) -> str:
-    """Return a series as it stands on a page."""
-    escaped = (
-        (label, value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"'))
-        for label, value in sorted(labels.items())
-    )
-    shown = ",".join(f'{label}="{value}"' for label, value in escaped)
-    return f"{name}{{{shown}}}"
+def series_of(sample: Sample) -> tuple[object, ...]:
+    """Return what a sample has in common with others of its series."""
+    return sample.name, *sorted(sample.labels.items())
 
 
-def openmetrics(page: bytes, exemplars: Mapping[str, Exemplar]) -> bytes:
+def openmetrics(page: bytes, exemplars: Mapping[tuple[object, ...], Exemplar]) -> bytes:
     """Return a page of the text format in OpenMetrics, with exemplars by series."""
-    return "\n".join((*_lines(page.decode(), exemplars), "# EOF", "")).encode()
-
-
-def _lines(page: str, exemplars: Mapping[str, Exemplar]) -> Iterable[str]:
-    counters = {line.split(" ", 3)[2] for line in page.splitlines() if line.endswith(" counter")}
-    for line in page.splitlines():
-        if line.startswith("# "):
-            mark, keyword, name, rest = line.split(" ", 3)
-            family = name.removesuffix("_total") if name in counters else name
-            if keyword == "HELP":
-                rest = rest.replace('"', '\\"')
-            yield f"{mark} {keyword} {family} {rest}"
-            continue
-        series = line.rpartition(" ")[0]
-        exemplar = exemplars.get(series)
-        if exemplar is None:
-            yield line
-        else:
-            of = series_text("", exemplar.labels)
-            yield f"{line} # {of} {exemplar.value!r} {exemplar.timestamp:.3f}"
+    families = list(text_string_to_metric_families(page.decode()))
+    for family in families:
+        family.samples = [
+            sample._replace(exemplar=exemplars.get(series_of(sample))) for sample in family.samples
+        ]
+    return Page(lambda: families).openmetrics()

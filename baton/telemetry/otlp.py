@@ -28,22 +28,16 @@ def is_on(signal: Signal, environ: Mapping[str, str]) -> bool:
     return "otlp" in (name.strip() for name in chosen.split(","))
 
 
-def is_grpc(signal: Signal, environ: Mapping[str, str]) -> bool:
-    """Return whether the exporter uses gRPC, and not HTTP."""
-    protocol = environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or environ.get(
-        "OTEL_EXPORTER_OTLP_PROTOCOL"
-    )
-    if protocol not in (None, "", "grpc", "http/protobuf"):
+def exporter_of(signal: Signal, environ: Mapping[str, str]) -> Any:
+    """Return the SDK's exporter of a signal, which reads endpoint and headers from `os.environ`."""
+    names = (f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = next(filter(None, map(environ.get, names)), "http/protobuf")
+    if protocol not in ("grpc", "http/protobuf"):
         _LOG.warning(
             "OTLP protocol %r is not supported (grpc, http/protobuf): using http", protocol
         )
-    return protocol == "grpc"
-
-
-def exporter_of(signal: Signal, environ: Mapping[str, str]) -> Any:
-    """Return the SDK's exporter of a signal, which reads endpoint and headers from `os.environ`."""
+    transport = "grpc" if protocol == "grpc" else "http"
     module, name = _EXPORTERS[signal]
-    transport = "grpc" if is_grpc(signal, environ) else "http"
     package = f"opentelemetry.exporter.otlp.proto.{transport}"
     return getattr(importlib.import_module(f"{package}.{module}"), name)()
 

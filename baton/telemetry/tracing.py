@@ -76,7 +76,7 @@ def _pipeline(
 
 
 def passed_on(value: str) -> str:
-    """Return a client's ``tracestate`` or ``baggage``, or ``""`` if it is too long or no ASCII."""
+    """Return a field of a client's trace context, or ``""`` if it is too long or no ASCII."""
     return value if len(value) <= MAX_PASSED and value.isascii() and value.isprintable() else ""
 
 

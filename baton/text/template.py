@@ -81,7 +81,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         are_numbers = isinstance(left, int | float) and isinstance(right, int | float)
         size = len(left) if isinstance(left, str | list | tuple) else 1
         times = right if isinstance(right, int) else 1
-        if operator == "**" or (not are_numbers and size * times > _MAX_CHARACTERS):
+        power = operator == "**" and not (are_numbers and abs(left) < 1 << 32 and abs(right) < 99)
+        if power or (not are_numbers and size * times > _MAX_CHARACTERS):
             raise _BudgetError(f"the result of {operator!r} would be too large")
         return super().call_binop(context, operator, left, right)
 
@@ -233,6 +234,7 @@ class ChatTemplate:
             )
         values = {
             **self._special_tokens,
+            "documents": None,  # defined in transformers
             **rendering.values,
             "messages": [self._for_template(message, images) for message in messages],
             "tools": list(tools) or None,

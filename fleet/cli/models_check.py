@@ -19,7 +19,8 @@ def check(
 ) -> None:
     """Show a model's family, tokens, chat template and memory, and what would be refused.
 
-    Reads no weights and needs no fleet. Exit code 1 if the model would be refused.
+    Compares the names and shapes of the weights, reads none, and needs no fleet. Exit code 1 if the
+    model would be refused.
     """
     described, refused = described_model(model)
     if as_json:
@@ -59,7 +60,7 @@ def described_model(reference: str) -> tuple[dict[str, Any], list[str]]:
         "licence": artifact.license or "",
         "sampling_defaults": [f"{k}: {v:g}" for k, v in artifact.generation_defaults.items()],
     }
-    for part in (_tokens, _template, *([] if refused else [_memory])):
+    for part in (_tokens, _template, *([] if refused else [_memory, _weights])):
         try:
             described |= part(artifact)
         except ValueError as error:
@@ -102,3 +103,10 @@ def _memory(artifact: "ModelArtifact") -> dict[str, Any]:
     plan = plan_capacity(artifact.config, CapacityOptions(), 0)
     need = f"{plan.need.total / 2**20:,.0f} MiB in bf16"
     return {"memory": f"{need}, and {plan.kv_bytes_per_token / 2**10:,.1f} KiB of KV per token"}
+
+
+def _weights(artifact: "ModelArtifact") -> dict[str, Any]:
+    from baton.engine.loading.stored_weights import check_weights
+
+    check_weights(artifact)
+    return {"weights": "names and shapes fit"}

@@ -90,7 +90,7 @@ FLAGS = (
     Flag("--dtype", "dtype", _word, own=True),
     Flag("--quantization -q", OTHER_WORDS["quantization"], own=True),
     Flag("--kv-cache-dtype", "quantisation.kv", _word, own=True),
-    Flag("--enable-lora --no-enable-lora", "", lambda _: None, own=True, nargs=0),
+    Flag("--enable-lora --no-enable-lora --disable-lora", "", lambda _: None, own=True, nargs=0),
     Flag("--lora-modules", "adapters.load", _adapters, nargs="+"),
     Flag("--max-loras", OTHER_WORDS["max_loras"], int, own=True),
     Flag("--max-lora-rank", OTHER_WORDS["max_lora_rank"], int, own=True),

@@ -158,7 +158,7 @@ def _changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None) -> C
     more = {role: getattr(new.pools, role) - getattr(old.pools, role) for role in _ROLES}
     turns = 0
     opposite = min(more.values()) < 0 < max(more.values())
-    if opposite and new.pools.width("prefill") == new.pools.width("decode"):
+    if opposite and not new.pools.roles_differ:
         turns = min(map(abs, more.values()))
     stay = {role: min(getattr(old.pools, role), getattr(new.pools, role)) for role in _ROLES}
     renewed = [role for role in _ROLES if stay[role] and _started(old, role) != _started(new, role)]

@@ -12,7 +12,8 @@
     scale     roles                      "auto": the planner changes roles; "hold": it does not
     load      asleep                     start as many workers as the fleet file has; ``asleep``:
                                          only if all are to be stopped
-    unload                               drain and stop all workers, until `load`
+    unload    abort                      drain and stop all workers, until `load`; ``abort``: end
+                                         requests with the tokens that they have
     plan                                 the planner's mode and last decisions
     close     node                       place nothing there and move its workers
     open      node                       undo ``close``
@@ -39,7 +40,7 @@ from baton.planner.state import WorkerState
 from baton.registry import wanted_sizes as wanted
 from baton.registry.admin_commands import AdminCommand, CommandReply
 from baton.registry.redis_store import Registry, RegistryUnavailableError
-from baton.registry.router_demands import RouterDemands
+from baton.registry.router_demands import PlannedSizes, RouterDemands, Sleep
 from baton.registry.types import Role
 from fleet.pools.balance import LeavingOrder, MayTurn
 from fleet.pools.controller import FleetController
@@ -93,7 +94,9 @@ class CommandDesk:
         if order.verb in ("load", "unload"):
             if order.arguments.get("asleep") and any(self.machine.wanted.values()):
                 return CommandReply()
-            return await self._load(load=order.verb == "load")
+            if order.verb == "load":
+                return await self._load("")
+            return await self._load("abort" if order.arguments.get("abort") else "wait")
         if order.verb in ("close", "open"):
             return await self._close(str(order.arguments.get("node", "")), order.verb == "close")
         return self._about_workers(order)
@@ -104,6 +107,7 @@ class CommandDesk:
             self.apply(self.machine.drain(worker_id, self.now_ns()))
         if state.auto is not None:
             self.planning.auto = state.auto and self.planning.possible
+        self.planning.asleep = state.asleep
         sizes = sizes_in(state.pools) if state.pools else self.machine.wanted
         placed = any(map(self.placements.addresses_of, self.machine.slots))
         nodes = await self.placements.nodes() if placed else []
@@ -174,10 +178,12 @@ class CommandDesk:
         nodes = await self.placements.nodes()
         if why := self._why_not_sizes(wanted, nodes):
             return CommandReply(why)
+        await self._sleep("")
         turns = self._resize(sizes_in(wanted), nodes)
         return CommandReply(data=await self._turned(turns) if turns else None)
 
-    async def _load(self, *, load: bool) -> CommandReply:
+    async def _load(self, asleep: Sleep) -> CommandReply:
+        load = not asleep
         nodes = await self.placements.nodes()
         sizes = sizes_in(self.config.pools.start_sizes if load else {})
         if load and (why := self._why_not_sizes({str(r): n for r, n in sizes.items()}, nodes)):
@@ -186,8 +192,14 @@ class CommandDesk:
         self.planning.auto = (
             load and self.planning.possible and self.config.pools.bounds is not None
         )
+        await self._sleep(asleep)
         self._resize(sizes, nodes)
         return CommandReply()
+
+    async def _sleep(self, mode: Sleep) -> None:
+        """Report to the routers whether requests are refused and ended."""
+        self.planning.asleep = mode
+        await self.planning.report(PlannedSizes())
 
     async def resize(self, sizes: Mapping[Role, int]) -> str:
         """Change the pool sizes; return why that is not possible, or ""."""
@@ -256,8 +268,8 @@ class CommandDesk:
 
     def _why_not(self, worker_id: str, role: Role, nodes: Sequence[Node]) -> str:
         """Return why a worker cannot have a role, or ""."""
-        if self.config.pools.width("prefill") != self.config.pools.width("decode"):
-            return "the pools have workers of different tensor_parallel widths"
+        if self.config.pools.roles_differ:
+            return "the pools have workers of different tensor_parallel widths or `prefill_args`"
         there = {node.address for node in usable(role, nodes, self.placements.closed)}
         outside = set(self.placements.addresses_of(worker_id)) - there
         return f"no {role} worker may be on {', '.join(sorted(outside))}" if outside else ""
@@ -383,6 +395,7 @@ class WantedState:
             closed_nodes=tuple(sorted(self.placements.closed)),
             drained=machine.drained_workers,
             auto=planning.auto,
+            asleep=planning.asleep,
         )
         await wanted.write(self.registry, state)
 

@@ -2,7 +2,7 @@
 
 Every two seconds it reads the demand of all routers and the last ping of each worker. In ``auto``
 its turns and sizes are applied; in ``hold`` it only decides, and `baton plan` shows what it would
-do. A fleet without workers starts in both when a request waits.
+do. A fleet without workers starts in both when a request waits, unless it is asleep.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from baton.planner.planner import Planner, best_split
 from baton.planner.sizes import SizePlanner
 from baton.planner.state import Decision, Nothing, Resize, RoleChange, WorkerState
 from baton.registry.redis_store import RegistryUnavailableError
-from baton.registry.router_demands import PlannedSizes, RouterDemand, RouterDemands
+from baton.registry.router_demands import PlannedSizes, RouterDemand, RouterDemands, Sleep
 from baton.registry.types import Role
 from baton.types.slo import Slo
 
@@ -72,6 +72,7 @@ class RolePlanning:
         self, slo: SloConfig | None, demands: RouterDemands, size_planner: SizePlanner | None = None
     ) -> None:
         self.auto = size_planner is not None
+        self.asleep: Sleep = ""
         self._slo = slo
         self._planner: Planner | None = None
         if slo is not None:
@@ -112,18 +113,19 @@ class RolePlanning:
         planner.observe(demands, fleet.workers(), now_ns)
         wanted = fleet.sizes
         decision = planner.decide(now_ns, wanted)
-        await self._report(plan_of(decision, wanted))
+        await self.report(plan_of(decision, wanted))
         refused = ""
         acts = not isinstance(decision, Nothing) and (self.auto or not any(wanted.values()))
+        acts = acts and not self.asleep
         if acts:
             refused = await self._apply(decision, fleet)
         done = acts and not refused
         self._keep(AppliedDecision(at=time.time(), decision=decision, done=done, refused=refused))
 
-    async def _report(self, plan: PlannedSizes) -> None:
+    async def report(self, plan: PlannedSizes) -> None:
         """Report to the routers, which serve the fleet's metrics."""
         with contextlib.suppress(RegistryUnavailableError):
-            await self._demands.report_plan(plan)
+            await self._demands.report_plan(msgspec.structs.replace(plan, asleep=self.asleep))
 
     async def _apply(self, decision: Decision, fleet: PlannedFleet) -> str:
         """Apply a decision; return why that is not possible, or ""."""

@@ -184,12 +184,14 @@ def engine_settings(
         speculation=msgspec.convert(config.speculation.settings(), SpeculationSettings),
         tensor_parallel=config.pools.width(role),
         rank_memory=config.pools.tensor_parallel.memory,
-        external=_external(config),
+        external=_external(config, role),
         emulated=_emulated(config),
     )
 
 
 def _kv_tiers(config: FleetConfig, worker_id: str) -> KvTierSettings:
+    if config.pools.vllm is not None:
+        return KvTierSettings(memory_mb=config.pools.vllm.kv_tiers.memory_mb)
     tiers = config.pools.kv_tiers
     folder = Path(tiers.disk_folder or "") / config.fleet / worker_id
     return KvTierSettings(
@@ -200,7 +202,7 @@ def _kv_tiers(config: FleetConfig, worker_id: str) -> KvTierSettings:
     )
 
 
-def _external(config: FleetConfig) -> ExternalEngine | None:
+def _external(config: FleetConfig, role: Role) -> ExternalEngine | None:
     vllm = config.pools.vllm
     if config.pools.llama_server is not None:
         return ExternalEngine(kind="llama-server", python="")
@@ -214,7 +216,7 @@ def _external(config: FleetConfig) -> ExternalEngine | None:
     return ExternalEngine(
         kind="vllm",
         python=vllm.python or "",
-        args=(*limits, *vllm.args),
+        args=(*limits, *vllm.args_of(role)),
         adapters=adapters,
         hand_off=vllm.hand_off or "",
         batch_invariant=vllm.batch_invariant,

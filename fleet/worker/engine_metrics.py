@@ -1,7 +1,5 @@
 """Metrics of a worker that follow from its engine's events."""
 
-import time
-
 from baton.engine.process.handle import EngineHandle
 from baton.telemetry.metrics import Metrics
 from baton.types import events as ev
@@ -36,14 +34,7 @@ class EngineMetrics:
         metrics.observe("baton_adapter_load_seconds", change.load_s)
 
     def _show_adapters(self) -> None:
-        running, waiting = self._engine.adapters_in_use()
-        self._metrics.set_info(
-            "baton_adapter_requests_info",
-            time.time(),
-            max_lora=str(self._max_adapters),
-            running_lora_adapters=",".join(running),
-            waiting_lora_adapters=",".join(waiting),
-        )
+        self._metrics.set_adapter_info(self._max_adapters, *self._engine.adapters_in_use())
 
     def _note_step(self, step: ev.StepDone) -> None:
         metrics = self._metrics

@@ -12,7 +12,6 @@ from baton.engine.core.scheduler import SchedulerConfig
 from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
 from baton.engine.llm import LLM
 from baton.types import events as ev
-from baton.types.errors import BatonError
 from baton.types.params import AdapterRef, SamplingParams
 from loadtest.lab.places import awaiting
 from loadtest.lab.table import LabContext
@@ -32,7 +31,6 @@ class DrivenRequest:
     token_s: list[float] = field(default_factory=list)  # time of each token
     tokens: list[int] = field(default_factory=list)
     ended_s: float | None = None
-    error: str = ""
 
     @property
     def ttft_s(self) -> float:
@@ -52,8 +50,6 @@ class MeasuredStep:
     seconds: float
     prompt_tokens: int
     decode_rows: int
-    running: int
-    blocks_in_use: int
 
 
 class Driver:
@@ -93,11 +89,7 @@ class Driver:
             cacheable=False,
         )
         engine_request = EngineRequest(request_id=name, prompt=list(prompt), spec=spec)
-        try:
-            self.core.scheduler.submit(engine_request, time.monotonic_ns())
-        except BatonError as error:
-            request.error = error.message
-            request.ended_s = time.monotonic()
+        self.core.scheduler.submit(engine_request, time.monotonic_ns())
         return request
 
     def step(self) -> None:
@@ -113,10 +105,7 @@ class Driver:
         events = self.core.apply(plan, results, now_ns, step_ns)
         load = next(event for event in events if isinstance(event, ev.StepDone))
         seconds = (now_ns - began_ns) / 1e9
-        in_use = load.blocks.total - load.blocks.free - load.blocks.cached
-        self.steps.append(
-            MeasuredStep(seconds, load.prompt_tokens, load.decode_rows, load.running, in_use)
-        )
+        self.steps.append(MeasuredStep(seconds, load.prompt_tokens, load.decode_rows))
         self._note(events)
 
     def run(self) -> float:
@@ -126,11 +115,6 @@ class Driver:
             self.step()
         return time.monotonic() - began_s
 
-    @property
-    def preemptions(self) -> int:
-        """Number of preemptions so far."""
-        return self.core.batch.preemptions
-
     def _note(self, events: Sequence[ev.Event]) -> None:
         now_s = time.monotonic()
         for event in events:
@@ -139,9 +123,7 @@ class Driver:
                 request.token_s += [now_s] * len(event.tokens)
                 request.tokens += [sampled.token for sampled in event.tokens]
             elif isinstance(event, ev.Ended):
-                request = self.requests[event.request_id]
-                request.ended_s = now_s
-                request.error = event.error_message
+                self.requests[event.request_id].ended_s = now_s
 
 
 def warm(llm: LLM) -> None:

@@ -67,14 +67,6 @@ class Lab:
 LABS = {
     lab.name: lab
     for lab in (
-        Lab("capacity", "How many requests fit into the KV pool, and what happens then?", "engine"),
-        Lab(
-            "prefix",
-            "How much sooner is the first token of a prompt with a cached prefix?",
-            "fleet",
-        ),
-        Lab("batching", "How much faster is continuous batching than static batches?", "engine"),
-        Lab("cancellation", "How soon is everything free after a client disconnects?", "fleet"),
         Lab("chunks", "How large may prompt chunks be before responses stutter?", "engine"),
         Lab("speculation", "Where does n-gram speculation speed up responses?", "engine"),
         Lab("quantisation", "What does quantisation save, and what does it cost?", "engine"),

@@ -34,7 +34,7 @@ class CallLimits:
         """Read the headers.
 
         Raises:
-            InvalidRequestError: A header is not a positive number of milliseconds.
+            InvalidRequestError: One of Baton's headers is not a positive number of milliseconds.
         """
         return cls(_seconds(headers, TTFT), _seconds(headers, ITL), caller)
 
@@ -67,6 +67,8 @@ def _seconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None
         except ValueError:
             value_ms = math.nan
         if not 0 < value_ms <= _MAX_MS:
+            if name != names[0]:
+                return None  # as at llm-d
             raise InvalidRequestError.at(
                 name, f"must be from above 0 to {_MAX_MS:.0f} milliseconds (got {raw[:40]!r})"
             )

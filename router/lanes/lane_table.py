@@ -118,7 +118,7 @@ class LaneTable:
     def is_ready(self, name: str) -> bool:
         """Return whether a model or adapter is served and has a worker that takes requests."""
         return any(
-            bool(lane.gateway.workers.usable) or lane.gateway.settings.starts_from_zero
+            bool(lane.gateway.workers.usable) or lane.gateway.starts_from_zero
             for lane in self._lanes
             if lane.model.serves(name)
         )

@@ -79,7 +79,7 @@ CLIENTS = (
     Client(
         title="LangChain",
         file="langchain_openai_.py",
-        packages=("langchain-openai>=1.4,<1.8", "langchain>=1.4,<1.6"),
+        packages=("langchain-openai>=1.4,<1.8", "langchain>=1.4,<1.6", "langchain-anthropic<1.8"),
     ),
     Client(
         title="LlamaIndex",

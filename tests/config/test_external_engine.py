@@ -1,9 +1,13 @@
 """A fleet of vLLM workers is refused what vLLM does not do, by name and with the fix."""
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
 from baton.config.fleet_file import FleetConfig
+from baton.engine.settings import ExternalEngine
+from baton.engine.vllm.server import command
 from fleet.pools.resources import engine_settings
 from router.settings import LaneSettings
 
@@ -155,3 +159,36 @@ def test_gpus_must_suffice_for_the_parallel_sizes_of_vllm(args: list[object]) ->
         assert config({"vllm": {**vllm, "gpus": enough}}).pools.gpus == enough
     with pytest.raises(ValidationError, match="gpus: 3, but the parallel sizes in args need 4"):
         config({"vllm": {**vllm, "gpus": 3}})
+
+
+def test_kv_tiers_of_vllm_are_memory_below_gpus() -> None:
+    vllm = {"python": PYTHON, "gpus": 1, "kv_tiers": {"memory_mb": 512}}
+    settings = engine_settings(config({"vllm": vllm}), "decode")
+    assert settings.kv_tiers.names == ("memory",)
+    line = command(ExternalEngine(kind="vllm", python=PYTHON), settings, Path(), Path())
+    connector = line[line.index("--kv-transfer-config") + 1]
+    assert '"kv_connector":"OffloadingConnector"' in connector
+    assert f'"cpu_bytes_to_use":{512 << 20}' in connector
+    for other, why in (
+        ({"gpus": 0}, "refuses to start on CPUs: set `gpus`"),
+        ({"hand_off": "baton"}, "cannot be combined with `hand_off`"),
+    ):
+        with pytest.raises(ValidationError, match=why):
+            config({"vllm": {**vllm, **other}})
+    with pytest.raises(ValidationError, match=r"kv_tiers: not for vllm workers; vllm has `vllm: "):
+        config({"kv_tiers": {"memory_mb": 512}})
+
+
+def test_prefill_workers_may_have_another_width() -> None:
+    vllm = {"python": PYTHON, "args": ["-tp", 4], "prefill_args": ["-tp", 2], "hand_off": "baton"}
+    fleet = config({"prefill": 1, "decode": 1, "vllm": vllm})
+    settings = [engine_settings(fleet, role).external for role in ("prefill", "decode")]
+    assert [one.args for one in settings if one] == [("-tp", "4", "-tp", "2"), ("-tp", "4")]
+    assert fleet.pools.roles_differ
+    for other in ({"hand_off": "nixl"}, {"batch_invariant": True}):
+        with pytest.raises(ValidationError, match="unequal width need `hand_off: baton`"):
+            config({"prefill": 1, "decode": 1, "vllm": {**vllm, **other}})
+    with pytest.raises(ValidationError, match="parallel sizes in args need 8"):
+        config({"vllm": {**vllm, "gpus": 4, "prefill_args": ["-tp", 8]}})
+    with pytest.raises(ValidationError, match="args: --port"):
+        config({"vllm": {**vllm, "prefill_args": ["--port", 8]}})

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from baton.telemetry.metric_names import METRICS_BY_COMPONENT
 from baton.telemetry.metrics import Metrics
@@ -46,6 +47,20 @@ def test_the_head_of_the_file_has_the_command_for_another_port(tmp_path: Path) -
     made = tmp_path / "deploy" / "prometheus-9000.yml"
     assert "url: http://127.0.0.1:9000/fleet/targets" in made.read_text()
     subprocess.run([str(PROMTOOL), "check", "config", str(made)], check=True)
+
+
+def test_workers_series_that_routers_have_for_all_are_not_scraped() -> None:
+    [job] = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    [rule] = job["metric_relabel_configs"]
+    pages = {name: Metrics(name, model="m").families() for name in METRICS_BY_COMPONENT}
+    names = {
+        component: {f.name for f in families if f.name.startswith("vllm:")}
+        for component, families in pages.items()
+    }
+    dropped = {n for n in names["worker"] if re.fullmatch(rule["regex"], f"worker;{n}")}
+    assert dropped == names["worker"] & names["router"]
+    chart = (DEPLOY / "helm" / "templates" / "monitoring.yaml").read_text()
+    assert f"regex: {rule['regex'].removeprefix('worker;')}" in chart
 
 
 @needs_promtool

@@ -12,8 +12,9 @@ import pytest
 
 from deploy.grafana.dashboard_panels import PRICE
 from deploy.grafana.dashboards import DEFAULT_PRICE, FOLDER
-from tests.e2e.fleet_processes import OPS, Fleet, chat, slowed
+from tests.e2e.fleet_processes import NAME, OPS, Fleet, chat, slowed
 from tests.e2e.prometheus_server import PROGRAM, SCRAPE_S, Prometheus, prometheus_of, until
+from tests.telemetry import field_names
 
 pytestmark = pytest.mark.skipif(
     PROGRAM is None, reason="no Prometheus here: apt-get install prometheus"
@@ -119,6 +120,30 @@ def test_every_query_of_a_dashboard_returns_data(prometheus: Prometheus, load, n
             assert numbers or panel["title"] in MAY_BE_NAN, (panel["title"], expression, found)
             asked += 1
     assert asked > 4
+
+
+@pytest.mark.parametrize("query", field_names.QUERIES)
+def test_queries_of_other_dashboards_and_of_keda_return_data(
+    prometheus: Prometheus, load: None, query: str
+) -> None:
+    found = prometheus.query(query.replace("$", NAME))
+    assert any(math.isfinite(float(one["value"][1])) for one in found), found
+
+
+def test_sums_over_all_pages_count_nothing_twice(
+    shared: Fleet, prometheus: Prometheus, load
+) -> None:
+    """Workers and routers have pages, and both have series of vLLM."""
+    asked = prometheus.value("sum(vllm:prefix_cache_queries_total)")
+    assert asked == prometheus.value("sum(baton_prompt_tokens_total)") > 0
+    assert prometheus.value("sum(vllm:prompt_tokens_by_source_total)") == asked
+    running = "sum(vllm:num_requests_running)"
+    until(lambda: prometheus.value(running) == 0)
+    body = chat("Count.", max_tokens=900, stream=True, ignore_eos=True)
+    with httpx.stream("POST", f"{shared.url}/v1/chat/completions", json=body, timeout=60) as stream:
+        assert stream.status_code == 200, stream.read()
+        until(lambda: prometheus.value(running) > 0, 10)
+        assert prometheus.value(running) == 1
 
 
 @pytest.mark.slow

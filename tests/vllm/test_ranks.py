@@ -1,4 +1,4 @@
-"""Hand-offs of two ranks to two ranks (`make test-vllm-hand-off`), on this machine's CPU."""
+"""Hand-offs of one and two ranks to two ranks, and pulls back (`make test-vllm-hand-off`)."""
 
 import asyncio
 import json
@@ -12,7 +12,8 @@ from tests.vllm.hand_offs import doubtful, vllm_metric
 from tests.vllm.places import MODEL, PYTHON
 from tests.vllm.test_baton_hand_off import ANSWER, EXTERNAL_HITS, check_rest, pair, vllm_of
 from tests.vllm.test_fleet import alone
-from tests.workers.harness import MiniRouter
+from tests.workers.harness import MiniRouter, WorkerProcess
+from tests.workers.test_prefix_pull import outcomes
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,37 +23,70 @@ pytestmark = [
 ]
 
 
-async def test_two_ranks_hand_over_to_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefill_ranks", [2, 1])
+async def test_ranks_hand_over_to_two_ranks(tmp_path: Path, prefill_ranks: int) -> None:
     model = tmp_path / "model"  # the heads of SmolLM2 cannot be divided by two
     tiny_llama.write_llama(model, heads=4, kv_heads=2, context_tokens=2048)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL / name, model)
-    async with pair(model, "--tensor-parallel-size", "2") as (prefill, decode):
+    width = "--tensor-parallel-size"
+    own = (width, str(prefill_ranks))
+    async with pair(model, width, "2", prefill_args=own) as (prefill, decode):
         router = MiniRouter(decode)
         await router.connect()
-        own_socket = vllm_of(decode)
-        repaired = 0
-        loaded_tokens = 0
-        different: list[int] = []
-        for number in range(8):
-            name = f"r{number}"
-            prompt = [5 + (40 * number + 7 * at) % 500 for at in range(17 + 90 * number)]
-            await router.submit(name, prompt, prefill, sampling=ANSWER)
-            ended = await router.ended(name, 60.0)
-            assert not ended.HasField("error"), ended
-            assert router.routes[name].mode == "disaggregated"
-            repaired += ended.times.repaired_chunks
-            loaded_tokens += len(prompt) // 32 * 32
-            tokens = router.tokens[name][0]
-            if tokens != await alone(own_socket, prompt):
-                different.append(number)
-                assert not await doubtful(own_socket, prompt, tokens), (number, tokens)
-        assert len(different) <= 1, different
-        assert await asyncio.to_thread(vllm_metric, own_socket, EXTERNAL_HITS) == loaded_tokens
-        assert repaired > 0
+        await check_hand_offs(router, prefill, most_ties=1 if prefill_ranks == 2 else 4)
+        await check_pull_from_decode(router, prefill)
         await router.baseline(30.0)
         await router.close()
         for worker in (prefill, decode):
             await check_rest(vllm_of(worker))
+
+
+async def check_hand_offs(router: MiniRouter, prefill: WorkerProcess, most_ties: int) -> None:
+    """Check the tokens of prompts that the decode worker's ranks load.
+
+    Other widths give other sums, so that more near ties differ.
+    """
+    own_socket = vllm_of(router.worker)
+    repaired = 0
+    loaded_tokens = 0
+    different: list[int] = []
+    for number in range(8):
+        name = f"r{number}"
+        prompt = [5 + (40 * number + 7 * at) % 500 for at in range(17 + 90 * number)]
+        await router.submit(name, prompt, prefill, sampling=ANSWER)
+        ended = await router.ended(name, 60.0)
+        assert not ended.HasField("error"), ended
+        assert router.routes[name].mode == "disaggregated"
+        repaired += ended.times.repaired_chunks
+        loaded_tokens += len(prompt) // 32 * 32
+        tokens = router.tokens[name][0]
+        if tokens != await alone(own_socket, prompt):
+            different.append(number)
+            assert not await doubtful(own_socket, prompt, tokens), (number, tokens)
+    assert len(different) <= most_ties, different
+    assert await asyncio.to_thread(vllm_metric, own_socket, EXTERNAL_HITS) == loaded_tokens
+    assert repaired > 0
+
+
+async def check_pull_from_decode(router: MiniRouter, prefill: WorkerProcess) -> None:
+    """Check the tokens of a turn whose prefix, the last response included, is at decode's ranks."""
+    sampling = {"max_tokens": 60, "ignore_eos": True}
+    await router.submit("turn 1", list(range(7, 207)), sampling=sampling)
+    assert not (await router.ended("turn 1", 60.0)).HasField("error")
+    await asyncio.sleep(1.0)  # vLLM's KV events follow the response
+    prompt = [*range(7, 207), *router.tokens["turn 1"][0], *range(300, 350)]
+    at_prefill = MiniRouter(prefill, "owner")
+    await at_prefill.connect()
+    source = (router.worker, 256 // 16)
+    await at_prefill.submit("turn 2", prompt, sampling=ANSWER, prefix=source)
+    ended = await at_prefill.ended("turn 2", 60.0)
+    assert not ended.HasField("error"), ended
+    assert await outcomes(prefill) == {"pulled": 1}
+    assert ended.times.cached_tokens == 256
+    tokens = at_prefill.tokens["turn 2"][0]
+    await at_prefill.close()
+    if tokens != await alone(vllm_of(router.worker), prompt):
+        assert not await doubtful(vllm_of(router.worker), prompt, tokens)

@@ -7,7 +7,7 @@ from baton.types.geometry import KvGeometry
 from baton.wire.compatibility import disagreement, format_id, kv_group, own_wire
 
 GEOMETRY = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=64, dtype="bf16")
-VLLM = "vllm/0.32.0/bf16/bf16/cpu-auto/tp1"
+VLLM = "vllm/0.32.0/bf16/bf16/cpu-auto"
 
 
 def worker(
@@ -31,8 +31,9 @@ def test_equal_vllm_workers_pair() -> None:
     ("other", "reason"),
     [
         (worker(VLLM.replace("0.32.0", "0.33.0")), "numerics differ"),
-        (worker(VLLM.replace("tp1", "tp2")), "numerics differ"),
+        (worker(VLLM.replace("auto", "FLASH_ATTN")), "numerics differ"),
         (worker(digest=b"others"), "the weights differ"),
+        (worker(hand_off="nixl/block32/tp2"), "nixl/block32 here and nixl/block32/tp2 there"),
         (worker(hand_off="nixl/block16"), "nixl/block32 here and nixl/block16 there"),
         (worker(hand_off=""), "nixl/block32 here and Baton's there"),
         (worker("fast/cpu-bf16", hand_off=""), "numerics differ"),

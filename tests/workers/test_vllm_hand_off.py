@@ -87,6 +87,18 @@ async def test_a_vllm_is_exact_if_its_mode_is_on_and_all_paths_agree(tmp_path: P
         await EngineClient.start(msgspec.structs.replace(settings, external=off))
 
 
+async def test_an_untested_version_that_fails_its_self_test_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RECORDED_VERSION", "0.99.0")
+    program = recorded_vllm(tmp_path)
+    external = ExternalEngine(kind="vllm", python=str(program), hand_off="nixl")
+    model = write_llama(tmp_path / "model", vocab_size=RECORDED_VOCAB)
+    settings = EngineSettings(model=model, numerics="fast", external=external)
+    with pytest.raises(InternalError, match=r"vLLM 0\.99\.0 fails in the test of responses: a pro"):
+        await EngineClient.start(settings)
+
+
 async def test_the_first_token_comes_from_one_vllm_and_the_rest_from_another(pair: Pair) -> None:
     await pair.router.submit("r", LONG, pair.prefill, sampling={"max_tokens": 4})
     end = await pair.router.ended("r")

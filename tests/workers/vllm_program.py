@@ -107,7 +107,7 @@ class Program:
 
     async def response(self, target: bytes, body: bytes) -> bytes:
         if target == b"/version":
-            return b'{"version":"0.32.0"}'
+            return msgspec.json.encode({"version": os.environ.get("RECORDED_VERSION", "0.32.0")})
         if target.startswith(b"/server_info"):
             info = msgspec.json.decode((RECORDED / "server_info.json").read_bytes())
             info["vllm_env"] = {

@@ -10,6 +10,7 @@ from baton.engine.core.speculative.proposers import Speculation
 from baton.engine.cpu.load import load_model
 from baton.engine.cpu.runner import CpuRunner
 from baton.engine.cpu.selftest import attention_tiling
+from baton.engine.ipc import own_pool
 from baton.engine.loading.memory import kv_geometry
 from baton.engine.numerics import numerics_of
 from baton.engine.settings import EngineSettings
@@ -38,7 +39,7 @@ def build_draft(
         model = load_model(draft, settings.dtype, numerics)
         tiling = attention_tiling(draft.config, settings.dtype, numerics)
     geometry = kv_geometry(draft.config, settings.dtype, main_runner.geometry.num_blocks)
-    pool = bytearray(geometry.pool_bytes)
+    pool = own_pool(geometry)
     grammars = main_runner.grammars if isinstance(main_runner, CpuRunner) else None
     stops = main.config.eos_token_ids
     runner = CpuRunner(model, pool, geometry, tiling, stops, grammars=grammars)

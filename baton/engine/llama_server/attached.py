@@ -124,6 +124,7 @@ class AttachedLlamaServer(AttachedEngine):
     """
 
     target = protocol.COMPLETION
+    shares_blocks = False  # each slot has its own
 
     def __init__(
         self,

@@ -18,24 +18,26 @@ import torch
 from gguf.quants import dequantize
 
 from baton.engine.loading.file_lock import exclusively
-from baton.engine.loading.safetensors_file import (
+from baton.engine.loading.safetensors_data import (
     Layout,
-    SafetensorsFile,
-    read_fully,
+    is_undamaged,
+    layout_of,
+    read_rows,
     write_safetensors,
 )
-from baton.engine.loading.weights import Progress, Rows, Weights, check_table, finished, silent
+from baton.engine.loading.stored_weights import ROPE_DIVISORS, gguf_weights
+from baton.engine.loading.weights import Progress, Rows, Weights, finished, silent
 from baton.engine.models.families import weight_table
-from baton.engine.models.family import ROPE_FACTORS, WeightName
+from baton.engine.models.family import WeightName
 from baton.engine.numerics import DTYPES
 from baton.folders import cache_root
-from baton.model.artifact import ModelArtifact, ModelError
-from baton.model.gguf_file import GgufTensor, open_gguf
+from baton.model.artifact import ModelArtifact
+from baton.model.gguf_file import GgufTensor
+from baton.model.safetensors_file import SafetensorsFile, read_fully
 from baton.telemetry.process_memory import give_back
 
 _CACHE_FORMAT = 3
 _CHUNK_ELEMENTS = 1 << 19  # elements dequantised at once: numpy needs about 30 bytes each
-_FACTORS = "rope_factors"
 
 Reader = Callable[[slice], torch.Tensor]
 """Function that reads some rows of a weight."""
@@ -45,47 +47,25 @@ def open_gguf_weights(
     artifact: ModelArtifact, dtype: str, progress: Progress, rows: Rows, files: ExitStack
 ) -> Weights:
     """Open the weights of a GGUF file; ``open_weights`` describes the arguments."""
-    table = weight_table(artifact.config, "gguf")
     path = _cache_path(artifact, dtype)
-    readers = _open_cache(path, _layout(table, dtype), files)
+    expected = _layout(weight_table(artifact.config, "gguf"), dtype)
+    readers = _open_cache(path, expected, files)
     if readers is None:
         # Other workers start at the same moment, and hosts may share the folder.
         with exclusively(path.parent.parent / "locks" / path.stem):
-            readers = _open_cache(path, _layout(table, dtype), files)
+            readers = _open_cache(path, expected, files)
             if readers is None:
-                readers = _converted(artifact, table, dtype, path, progress, files)
+                readers = _converted(artifact, dtype, path, progress, files)
     own_rows = {name: partial(read, rows(name)) for name, read in readers.items()}
     return Weights(str(artifact.path), own_rows, progress)
 
 
 def _converted(
-    artifact: ModelArtifact,
-    table: list[WeightName],
-    dtype: str,
-    path: Path,
-    progress: Progress,
-    files: ExitStack,
+    artifact: ModelArtifact, dtype: str, path: Path, progress: Progress, files: ExitStack
 ) -> Mapping[str, Reader]:
     """Convert and cache the weights; without a cache, convert while reading."""
-    converters = gguf_converters(artifact, table, dtype, files)
-    _write_cache(path, _layout(table, dtype), artifact, converters, progress)
-    give_back()
-    return _open_cache(path, _layout(table, dtype), files) or converters
-
-
-def gguf_converters(
-    artifact: ModelArtifact, table: list[WeightName], dtype: str, files: ExitStack
-) -> dict[str, Reader]:
-    """Return a reader of each converted weight. RoPE factors in the file are added to the table."""
-    try:
-        model = open_gguf(artifact.path)
-        stored = {tensor.name: tensor for tensor in model.tensors}
-        opened = {p: files.enter_context(p.open("rb", buffering=0)) for p in model.paths}
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{artifact.path}: cannot be read as GGUF ({error})") from error
-    if ROPE_FACTORS in stored:
-        table.append(WeightName(_FACTORS, ROPE_FACTORS, (artifact.config.head_dim // 2,)))
-    check_table(artifact, table, {name: t.shape[::-1] for name, t in stored.items()}, {})
+    table, stored = gguf_weights(artifact)
+    opened = {p: files.enter_context(p.open("rb", buffering=0)) for p in artifact.weight_files}
 
     def convert(entry: WeightName, rows: slice) -> torch.Tensor:
         tensor = stored[entry.source]
@@ -93,7 +73,11 @@ def gguf_converters(
         weight = _dequantised(file, tensor, entry.part, rows, DTYPES[dtype])
         return finished(entry, weight, DTYPES[dtype], artifact.config.head_dim)
 
-    return {entry.name: partial(convert, entry) for entry in table}
+    converters = {entry.name: partial(convert, entry) for entry in table}
+    layout = _layout(table, dtype)
+    _write_cache(path, layout, artifact, converters, progress)
+    give_back()
+    return _open_cache(path, layout, files) or converters
 
 
 def _dequantised(
@@ -143,13 +127,13 @@ def _layout(table: Iterable[WeightName], dtype: str) -> Layout:
 def _open_cache(path: Path, layout: Layout, files: ExitStack) -> Mapping[str, Reader] | None:
     try:
         file = files.enter_context(SafetensorsFile(path))
-        kept = file.layout()
-        factors = {name: kept[name] for name in (_FACTORS,) if name in kept}
-        if kept != {**layout, **factors} or not file.is_undamaged():
+        kept = layout_of(file)
+        factors = {name: kept[name] for name in (ROPE_DIVISORS,) if name in kept}
+        if kept != {**layout, **factors} or not is_undamaged(file):
             return None
     except (ValueError, OSError):
         return None
-    return {name: file.get_slice(name).__getitem__ for name in kept}
+    return {name: partial(read_rows, tensor) for name, tensor in file.tensors.items()}
 
 
 def _write_cache(

@@ -4,13 +4,13 @@ Packed weights take about as much memory as the tensors that were read. So the p
 the model and one tensor, not two models. ``baton/engine/loading/open.py`` creates these mappings.
 """
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 
 import torch
 
-from baton.engine.models.family import GLOBAL_NAMES, IGNORED, ROPE_FACTORS, WeightName
+from baton.engine.models.family import WeightName
 from baton.engine.models.rope import pair_rows
-from baton.model.artifact import ModelArtifact, ModelError
+from baton.model.artifact import ModelError
 
 Progress = Callable[[str, int, int], None]
 """Function of ``(stage, done, total)``; the stages are "probe", "convert", "read"."""
@@ -73,39 +73,3 @@ def finished(
     if entry.add_one:
         weight = weight + 1.0
     return (pair_rows(weight, head_dim) if entry.pairs else weight).contiguous()
-
-
-def check_table(
-    artifact: ModelArtifact,
-    table: Sequence[WeightName],
-    shapes: Mapping[str, tuple[int, ...]],
-    unsupported: Mapping[str, str],
-) -> None:
-    """Compare the weights that a family needs with those in the artifact, before reading.
-
-    ``shapes`` and dtypes that are ``unsupported`` are those of the artifact, by name.
-
-    Raises:
-        ModelError: Weights are missing, wrong, or unknown; the message lists the first few.
-    """
-    problems = []
-    for name, shape in {entry.source: entry.shape for entry in table}.items():
-        if name not in shapes:
-            problems.append(f"{name} is missing")
-        elif name in unsupported:
-            problems.append(f"{name} has unsupported dtype {unsupported[name]}")
-        elif shapes[name] != shape:
-            problems.append(f"{name} is {list(shapes[name])}, not {list(shape)}")
-    # a tied model may store its head anyway
-    known = {entry.source for entry in table} | {ROPE_FACTORS, *GLOBAL_NAMES["head"]}
-    unknown = sorted(n for n in shapes.keys() - known if not n.endswith(IGNORED))
-    if unknown:
-        listed = ", ".join(unknown[:4])
-        problems.append(f"{len(unknown)} weights are not part of the family ({listed})")
-    if problems:
-        shown = "; ".join(problems[:4])
-        more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
-        raise ModelError(
-            f"{artifact.path}: architecture {artifact.architecture}, "
-            f"quantisation {artifact.quantisation}: {shown}{more}"
-        )

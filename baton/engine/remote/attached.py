@@ -15,7 +15,7 @@ import msgspec
 from baton.engine.remote.engine import RemoteEngine
 from baton.engine.remote.http import HttpOrigin, RefusedError, StatusError
 from baton.engine.remote.live_request import LiveRequest
-from baton.engine.remote.others import ServerLoad
+from baton.engine.remote.others import ServerLoad, StallWatch
 from baton.model.artifact import ModelArtifact
 from baton.types import events as ev
 from baton.types.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
@@ -192,7 +192,8 @@ class AttachedEngine(RemoteEngine):
         """Let the server be looked at."""
 
     async def _follow_others(self, read: Callable[[], Awaitable[ServerLoad]]) -> None:
-        """Report the load of the server's other clients, as often as it is looked at."""
+        """Report the load of the server's other clients, and notice a server that is stalled."""
+        stall = StallWatch()
         while True:
             await asyncio.sleep(_POLL_S)
             own = self._meter.sequences
@@ -200,8 +201,11 @@ class AttachedEngine(RemoteEngine):
                 load = await read()
             except BatonError:
                 continue  # `ServerWatch` judges the server
-            if self._meter.others.observe(load, max(own, self._meter.sequences)):
+            most = max(own, self._meter.sequences)
+            if self._meter.others.observe(load, most):
                 self._send(self._status())
+            if stall.observe(load, most, self._meter.generated):
+                self._break(f"{self._origin.name} is healthy, but computes nothing")
 
     def _checked(
         self, request: LiveRequest, choice: int, reports: list[ev.Tokens]

@@ -62,9 +62,11 @@ class RemoteEngine(ABC):
     Attributes:
         broken: Set to the reason if the server can serve no more requests.
         target: Path of requests.
+        shares_blocks: Whether a block of several prompts is computed once.
     """
 
     target = ""
+    shares_blocks = True
 
     def __init__(
         self,
@@ -192,6 +194,7 @@ class RemoteEngine(ABC):
             context = len(request.prompt) + len(request.emitted(choice))
             comes = not request.computes
             row = SequenceProgress(context, cached_tokens, request.submitted_ns, comes)
+            row.hashes = request.hashes if self.shares_blocks else ()
             self._meter.submitted(request.submit.request_id, choice, row)
         self._send(self._status())
 

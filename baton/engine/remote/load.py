@@ -7,16 +7,20 @@ ends when a sequence has a second token, or when nothing arrives for ``SETTLED_N
     steps      [step 1]  [step 2]  [step 3: with D's prompt]
 """
 
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
 from baton.engine.remote.others import OtherLoad
 from baton.types.events import StepDone
 from baton.types.geometry import BLOCK_TOKENS, context_tokens
-from baton.types.pool_counts import BlockCounts
+from baton.types.pool_counts import BlockCounts, TierCounts
 
 SETTLED_NS = 20_000_000
+_COMPARED = 64  # waiting prompts that a new one is compared with
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +31,7 @@ class SequenceProgress:
         cached_tokens: Prompt tokens that the engine has cached, as far as known.
         comes: Whether its KV comes from another worker, so that the engine computes no prompt.
         held: Whether its prompt is computed and its KV only waits for another worker.
+        hashes: Block hashes of its prompt, if the engine computes blocks once for all prompts.
         begun_ns: First end of a step behind its submission: its prompt can be in the next one.
         input_ns: Its part of the steps, for the prompt; ``output_ns`` the same for its tokens.
     """
@@ -36,6 +41,7 @@ class SequenceProgress:
     submitted_ns: int
     comes: bool = False
     held: bool = False
+    hashes: Sequence[bytes] = ()
     begun_ns: int = 0
     first_ns: int = 0
     generated: int = 0
@@ -58,10 +64,12 @@ class LoadMeter:
 
     Attributes:
         others: Load of the server's other clients.
+        tiers: Returns the counters of its KV tiers.
     """
 
     def __init__(self, total_blocks: int) -> None:
         self.others = OtherLoad()
+        self.tiers: Callable[[], tuple[TierCounts, ...]] = tuple
         self._total_blocks = total_blocks
         self._rows: dict[tuple[str, int], SequenceProgress] = {}
         self._step = 0
@@ -72,13 +80,23 @@ class LoadMeter:
         self._new: list[SequenceProgress] = []  # rows of the batch whose first token this is
 
     def submitted(self, request_id: str, choice: int, row: SequenceProgress) -> None:
-        """Add a sequence that waits."""
+        """Add a sequence that waits; what it shares with waiting ones is computed for them."""
+        waiting = islice((other for other in self._rows.values() if not other.first_ns), _COMPARED)
+        shared = max((_shared_blocks(row.hashes, other.hashes) for other in waiting), default=0)
+        row.cached_tokens = max(row.cached_tokens, shared * BLOCK_TOKENS)
         self._rows[request_id, choice] = row
 
     @property
     def sequences(self) -> int:
         """Number of the worker's live sequences."""
         return len(self._rows)
+
+    @property
+    def generated(self) -> int | None:
+        """Tokens of the live sequences; None if there are none, or one has no token to expect."""
+        rows = self._rows.values()
+        expect = rows and all(row.first_ns and not row.held for row in rows)
+        return sum(row.generated for row in rows) if expect else None
 
     def row(self, request_id: str, choice: int) -> SequenceProgress:
         """Return a live sequence."""
@@ -177,6 +195,7 @@ class LoadMeter:
             queued_prompt_tokens=queued_tokens + others.waiting * others.computed_tokens,
             queued_prompt_context=queued_context + others.waiting * of_other,
             blocks=self._blocks(cached_blocks),
+            tiers=self.tiers(),
         )
 
     def _end_prompts(self) -> int:
@@ -218,3 +237,9 @@ class LoadMeter:
         cached = min(max(cached_blocks - in_use, 0), self._total_blocks - in_use)
         free = self._total_blocks - in_use - cached
         return BlockCounts(total=self._total_blocks, free=free, cached=cached, in_use=in_use)
+
+
+def _shared_blocks(hashes: Sequence[bytes], others: Sequence[bytes]) -> int:
+    """Return the number of equal leading blocks: a hash covers all blocks before it."""
+    most = min(len(hashes), len(others))
+    return bisect_left(range(most), True, key=lambda block: hashes[block] != others[block])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _IDLE_REPORTS = 10  # a server that computes nothing may still report a request that was aborted
+_STALLED_REPORTS = 8  # one a second; no step of decode takes as long
 
 
 class ServerLoad(NamedTuple):
@@ -61,3 +62,25 @@ class OtherLoad:
         self.prompt_tokens = load.prompt_tokens
         self.computed_tokens = load.computed_tokens
         return (self.running, self.waiting) != before
+
+
+@dataclass(slots=True)
+class StallWatch:
+    """Notices that a server neither computes nor sends tokens, although it looks healthy.
+
+    A prompt may take minutes in one step, so only a server that has none to compute is judged.
+    """
+
+    _seen: tuple[float, int | None] = (-1.0, None)
+    _equal_reports: int = 0
+
+    def observe(self, load: ServerLoad, own: int, generated: int | None) -> bool:
+        """Note a report; return whether the server is stalled.
+
+        ``generated`` are tokens of the ``own`` sequences so far; None if a prompt is not computed.
+        """
+        seen = load.work, generated
+        may_stall = generated is not None and load.running + load.waiting <= own
+        self._equal_reports = self._equal_reports + 1 if may_stall and seen == self._seen else 0
+        self._seen = seen
+        return self._equal_reports >= _STALLED_REPORTS

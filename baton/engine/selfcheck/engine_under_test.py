@@ -10,6 +10,7 @@ from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
 from baton.engine.cpu.load import load_model
 from baton.engine.cpu.runner import CpuRunner
 from baton.engine.cpu.selftest import attention_tiling
+from baton.engine.ipc import own_pool
 from baton.engine.loading.memory import kv_geometry
 from baton.engine.numerics import Numerics
 from baton.model.artifact import ModelArtifact
@@ -35,7 +36,7 @@ class EngineUnderTest:
             model = load_model(artifact, dtype, numerics, quantisation=weights)
             tiling = attention_tiling(artifact.config, dtype, numerics, kv)
         geometry = kv_geometry(artifact.config, kv or dtype, blocks)
-        runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
+        runner = CpuRunner(model, own_pool(geometry), geometry, tiling)
         self.core = EngineCore(runner, SchedulerConfig(max_batch_requests=MAX_BATCH))
         self._vocab = artifact.config.vocab_size
         self._count = 0

@@ -262,7 +262,7 @@ def numerics_of(facts: ServerFacts, hand_off: str) -> VllmFacts:
         attention="attached",
         width=1,
         step_tokens=0,
-        hand_off=hand_off_id(hand_off, facts.block_tokens),
+        hand_off=hand_off_id(hand_off, facts.block_tokens, 1),
     )
 
 

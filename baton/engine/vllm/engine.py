@@ -16,6 +16,7 @@ from baton.engine.vllm.adapters import VllmAdapters
 from baton.engine.vllm.control import VllmControl, log
 from baton.engine.vllm.facts import VllmFacts
 from baton.engine.vllm.hand_off import HandOff
+from baton.engine.vllm.kv_events import MEMORY
 from baton.engine.vllm.protocol import ChoiceStream
 from baton.engine.vllm.scored_prompt import prompt_logprobs
 from baton.model.model_config import ModelConfig
@@ -27,6 +28,7 @@ from baton.types.errors import (
     UnavailableError,
 )
 from baton.types.geometry import BLOCK_TOKENS
+from baton.types.pool_counts import TierCounts
 
 _RENDER_S = 30.0  # for the tokens of an image
 _LOAD_S = 60.0  # for vLLM to load KV from another vLLM, its queue included
@@ -76,6 +78,10 @@ class VllmEngine(RemoteEngine):
         self._serves_adapters = max_adapters > 0
         self._adapters = VllmAdapters(max_adapters, origin, config, send, self._start, self._tasks)
         self._vital(parts.control.watch(lambda: send(messages.Alive()), self._break), "health")
+
+    def show_tier(self, held: Callable[[], int], blocks: int) -> None:
+        """Report the blocks in host memory, which has room for ``blocks``."""
+        self._meter.tiers = lambda: (TierCounts(name=MEMORY, places=blocks, held=held()),)
 
     def _refusal(self, spec: RequestSpec) -> BatonError | None:
         serves = self._hands_over, self._serves_adapters, self._pulls

@@ -9,6 +9,7 @@ from baton.engine.remote.cached_prefixes import CachedPrefixes, Work
 from baton.engine.vllm.kv_events import REPLAY_END, CachedBlocks, EventOrder
 from baton.types.errors import InternalError
 from baton.types.events import CacheChanged
+from baton.types.geometry import BLOCK_TOKENS
 
 try:
     import zmq.asyncio
@@ -26,13 +27,16 @@ class KvEventsClient:
         stream: ZeroMQ endpoint of the events.
         replay: Endpoint that repeats them; empty: none, and events that are missed stay unknown.
         log: Called with one line of text for each gap.
+        has_tier: Whether vLLM holds blocks in host memory, too.
 
     Attributes:
         on_change: Called with each change of Baton's index.
     """
 
-    def __init__(self, stream: str, replay: str, log: Callable[[str], None]) -> None:
-        self.cached = CachedBlocks()
+    def __init__(
+        self, stream: str, replay: str, log: Callable[[str], None], *, has_tier: bool = False
+    ) -> None:
+        self.cached = CachedBlocks(has_tier=has_tier)
         self.on_change: Callable[[CacheChanged], None] = lambda _: None
         self._stream = stream
         self._replay_at = replay
@@ -109,7 +113,7 @@ class KvEventsClient:
                 change = self.cached.apply(payload)
             except msgspec.DecodeError as error:
                 raise InternalError(f"vLLM sent KV events of an unknown format: {error}") from None
-            if change.stored or change.removed:
+            if change != CacheChanged((), ()):
                 self.on_change(change)
 
 
@@ -138,6 +142,12 @@ class EventPrefixes(CachedPrefixes):
     def held_blocks(self) -> int:
         """Number of Baton's blocks that all ranks have cached together."""
         return sum(client.cached.held_blocks for client in self._clients)
+
+    @property
+    def tier_blocks(self) -> int:
+        """Number of Baton's blocks in host memory."""
+        blocks = sum(client.cached.tier_blocks for client in self._clients)
+        return blocks * self._block_tokens // BLOCK_TOKENS
 
     def works(self) -> list[Work]:
         """Return the tasks that read the events."""

@@ -39,10 +39,12 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def numerics_id(self) -> str:
-        """Id that is equal for workers whose KV and tokens are comparable."""
-        proven = f"/exact/{self.exact}" if self.exact else ""
-        kinds = f"{self.dtype}/{self.kv_dtype}/{self.attention}/tp{self.width}"
-        return f"vllm/{self.version}/{kinds}{proven}"
+        """Id that is equal for workers whose KV and tokens are comparable.
+
+        Sums depend on the width, so ``exact`` has it.
+        """
+        proven = f"/tp{self.width}/exact/{self.exact}" if self.exact else ""
+        return f"vllm/{self.version}/{self.dtype}/{self.kv_dtype}/{self.attention}{proven}"
 
     @property
     def pool_blocks(self) -> int:
@@ -69,12 +71,15 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def hand_off_id(kind: str, block_tokens: int) -> str:
+def hand_off_id(kind: str, block_tokens: int, width: int) -> str:
     """Return what two workers must share to hand over, beside their numerics; "" for no hand-off.
 
-    The numerics id has vLLM's version, which determines the version of the connector.
+    The numerics id has vLLM's version, which determines the version of the connector. Pages of
+    ``baton`` have the heads of all ranks, so the width does not matter there.
     """
-    return f"{kind}/block{block_tokens}" if kind else ""
+    if not kind:
+        return ""
+    return f"{kind}/block{block_tokens}" + (f"/tp{width}" if kind == "nixl" else "")
 
 
 def facts_of(version: str, info: Mapping[str, Any]) -> VllmFacts:

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -104,12 +105,14 @@ class SaveReports:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(path)
+        self._path = Path(path)
         asyncio.get_running_loop().add_reader(self._socket, self._receive)
 
     def close(self) -> None:
-        """Close the socket, so that vLLM's reports are lost."""
+        """Remove the socket, so that vLLM's reports are lost."""
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
+        self._path.unlink(missing_ok=True)
 
     def _receive(self) -> None:
         received = self._socket.recv(_SAVED.size)

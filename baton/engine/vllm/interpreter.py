@@ -3,6 +3,8 @@
 import importlib.util
 import subprocess
 
+from baton.engine.vllm.versions import untested
+
 _TIMEOUT_S = 30.0
 _PROGRAM = """
 import importlib.metadata, importlib.util, pathlib, sys
@@ -39,4 +41,6 @@ def vllm_version(python: str, hand_off: str | None = None) -> str:
     if done.returncode:
         reason = done.stderr.strip().rpartition("\n")[2]
         raise RuntimeError(f"pools.vllm.python: {python}: {reason}")
-    return f"{done.stdout.strip()} at {python}"
+    version = done.stdout.strip()
+    warning = untested(version)
+    return f"{version} at {python}" + (f"; {warning}" if warning else "")

@@ -10,6 +10,9 @@ Baton's hashes are computed from the token ids. The first block of a prompt name
 the cache salt of the request (``protocol.py``), or that of a client past Baton; the following ones
 name their parent. A block that contains a part of an image names it, with the place at which the
 image begins (``baton/types/images.py``).
+
+Events of vLLM's OffloadingConnector name blocks that are in host memory, by the names under which
+the pool had them. The tier of Baton's index has the blocks of both.
 """
 
 from collections import Counter
@@ -22,8 +25,12 @@ from baton.types.block_hashes import block_hashes, seed_past_baton
 from baton.types.events import CacheChanged
 from baton.types.geometry import BLOCK_TOKENS
 from baton.types.images import words_named
+from baton.types.pool_counts import TierChange
 
 REPLAY_END = -1
+
+MEMORY = "memory"
+"""Tier of the blocks that vLLM has in host memory or in its pool."""
 
 Name = int | bytes
 """Hash of a block in vLLM."""
@@ -110,17 +117,29 @@ class EventOrder:
 
 
 class CachedBlocks:
-    """Blocks that vLLM holds, by its names and by Baton's."""
+    """Blocks that vLLM holds, by its names and by Baton's.
 
-    def __init__(self) -> None:
+    Args:
+        has_tier: Whether vLLM holds blocks in host memory, too.
+    """
+
+    def __init__(self, *, has_tier: bool = False) -> None:
+        self._has_tier = has_tier
         self._copies: Counter[Name] = Counter()  # vLLM may hold a block more than once
         self._hashes: dict[Name, tuple[bytes, ...]] = {}  # Baton's hashes of one vLLM block
         self._held: Counter[bytes] = Counter()
+        self._below: Counter[Name] = Counter()  # copies in host memory, of blocks with known hashes
+        self._reach: Counter[bytes] = Counter()  # vLLM's blocks in pool or host memory
 
     @property
     def held_blocks(self) -> int:
         """Number of Baton's blocks that vLLM holds."""
         return len(self._held)
+
+    @property
+    def tier_blocks(self) -> int:
+        """Number of vLLM's blocks in host memory."""
+        return len(self._below)
 
     def holds(self, block_hash: bytes) -> bool:
         """Return whether vLLM holds a block of Baton."""
@@ -141,37 +160,68 @@ class CachedBlocks:
         Raises:
             msgspec.DecodeError: The batch is of an unknown format.
         """
-        stored: list[bytes] = []
-        removed: list[bytes] = []
+        pool = _Changes(self._held)
+        reach = _Changes(self._reach)
         for event in _decoder.decode(payload).events:
             match event:
                 case BlockStored() if _in_pool(event.medium, event.group_idx):
-                    self._store(event, stored, removed)
+                    self._store(event, pool, reach)
                 case BlockRemoved() if _in_pool(event.medium, event.group_idx):
                     for name in event.block_hashes:
-                        self._remove(name, stored, removed)
+                        self._remove(name, pool, reach)
+                case BlockStored(medium="CPU", group_idx=None | 0):
+                    for name in event.block_hashes:
+                        self._store_below(name, reach)
+                case BlockRemoved(medium="CPU", group_idx=None | 0):
+                    for name in event.block_hashes:
+                        self._remove_below(name, reach)
                 case AllBlocksCleared():
-                    published = set(self._held).difference(stored)
-                    removed += published
-                    stored.clear()
+                    pool.clear()
+                    reach.clear()
                     self.clear()
-        return CacheChanged(tuple(stored), tuple(removed))
+        return self._change(pool, reach)
 
     def clear(self) -> CacheChanged:
         """Forget all blocks, and return what Baton's index loses."""
-        removed = tuple(self._held)
+        pool = _Changes(self._held)
+        reach = _Changes(self._reach)
+        pool.clear()
+        reach.clear()
         self._copies.clear()
         self._hashes.clear()
-        self._held.clear()
-        return CacheChanged((), removed)
+        self._below.clear()
+        return self._change(pool, reach)
 
-    def _store(self, event: BlockStored, stored: list[bytes], removed: list[bytes]) -> None:
+    def _change(self, pool: "_Changes", reach: "_Changes") -> CacheChanged:
+        below = (TierChange(MEMORY, *reach.result()),) if self._has_tier else ()
+        return CacheChanged(*pool.result(), below)
+
+    def _store_below(self, name: Name, reach: "_Changes") -> None:
+        if name in self._hashes:  # others were not named by the pool: their tokens are unknown
+            self._below[name] += 1
+            if self._below[name] == 1:
+                reach.add(self._hashes[name])
+
+    def _remove_below(self, name: Name, reach: "_Changes") -> None:
+        if self._below[name] > 1:
+            self._below[name] -= 1
+        elif self._below.pop(name, 0):
+            reach.remove(self._hashes[name])
+            if name not in self._copies:
+                del self._hashes[name]
+
+    def _store(self, event: BlockStored, pool: "_Changes", reach: "_Changes") -> None:
         parent = self._parent(event)
         size = event.block_size
         for place, name in enumerate(event.block_hashes):
             self._copies[name] += 1
-            if name in self._hashes or parent is None:
-                parent = self._hashes[name][-1] if name in self._hashes else None
+            if (known := self._hashes.get(name)) is not None:
+                if self._copies[name] == 1:  # it was in host memory only
+                    pool.add(known)
+                    reach.add(known)
+                parent = known[-1]
+                continue
+            if parent is None:
                 continue
             keys = (event.extra_keys[place] if event.extra_keys else None) or ()
             tokens = _hashed(event.token_ids[place * size : (place + 1) * size], keys)
@@ -180,10 +230,8 @@ class CachedBlocks:
                 continue
             hashes = tuple(block_hashes(parent, tokens))
             self._hashes[name] = hashes
-            for block_hash in hashes:
-                self._held[block_hash] += 1
-                if self._held[block_hash] == 1:
-                    _note(block_hash, stored, removed)
+            pool.add(hashes)
+            reach.add(hashes)
             parent = hashes[-1]
 
     def _parent(self, event: BlockStored) -> bytes | None:
@@ -194,16 +242,47 @@ class CachedBlocks:
         keys = (event.extra_keys[0] if event.extra_keys else None) or ()
         return seed_past_baton([key for key in keys if isinstance(key, str)])
 
-    def _remove(self, name: Name, stored: list[bytes], removed: list[bytes]) -> None:
+    def _remove(self, name: Name, pool: "_Changes", reach: "_Changes") -> None:
         if self._copies[name] > 1:
             self._copies[name] -= 1
             return
-        del self._copies[name]
-        for block_hash in self._hashes.pop(name, ()):
-            self._held[block_hash] -= 1
-            if not self._held[block_hash]:
-                del self._held[block_hash]
-                _note(block_hash, removed, stored)
+        if not self._copies.pop(name, 0):
+            return
+        hashes = self._hashes.get(name, ())
+        pool.remove(hashes)
+        reach.remove(hashes)
+        if name not in self._below:
+            self._hashes.pop(name, None)
+
+
+class _Changes:
+    """Hashes that a count of blocks gains and loses in a batch."""
+
+    def __init__(self, counts: Counter[bytes]) -> None:
+        self._counts = counts
+        self._gained: list[bytes] = []
+        self._lost: list[bytes] = []
+
+    def add(self, hashes: Sequence[bytes]) -> None:
+        for block_hash in hashes:
+            self._counts[block_hash] += 1
+            if self._counts[block_hash] == 1:
+                _note(block_hash, self._gained, self._lost)
+
+    def remove(self, hashes: Sequence[bytes]) -> None:
+        for block_hash in hashes:
+            self._counts[block_hash] -= 1
+            if not self._counts[block_hash]:
+                del self._counts[block_hash]
+                _note(block_hash, self._lost, self._gained)
+
+    def clear(self) -> None:
+        self._lost += set(self._counts).difference(self._gained)
+        self._gained.clear()
+        self._counts.clear()
+
+    def result(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        return tuple(self._gained), tuple(self._lost)
 
 
 def _hashed(tokens: Sequence[int], keys: Sequence[Any]) -> Sequence[int] | None:

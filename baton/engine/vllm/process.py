@@ -38,11 +38,14 @@ from baton.engine.vllm.hand_off import HandOff
 from baton.engine.vllm.hand_off_baton import BatonHandOff
 from baton.engine.vllm.hand_off_nixl import NixlHandOff
 from baton.engine.vllm.selftest import prove_exact
+from baton.engine.vllm.untested import check_untested
+from baton.engine.vllm.versions import untested
 from baton.model.artifact import resolve_model
 from baton.model.locate import locate
 from baton.model.model_config import ModelConfig
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import InternalError
+from baton.types.geometry import KvGeometry
 
 _EXIT_S = 2.0  # for vLLM to end after SIGTERM; the shell waits little longer
 
@@ -120,7 +123,12 @@ class VllmProcess:
                 facts = msgspec.structs.replace(facts, exact=proof)
             if self._external.hand_off == "baton":
                 self._check_pool(geometry.pool_bytes)
-            self._engine = self._translator(vllm, origin, facts, config)
+            if warning := untested(facts.version):
+                self._progress(warning)
+                log(warning)
+                events = partial(event_prefixes, self._folder, facts)
+                await check_untested(origin, facts, events, self._folder, config.vocab_size)
+            self._engine = self._translator(vllm, origin, facts, config, geometry)
             self._send(
                 messages.Ready(
                     pid=vllm.pid,
@@ -148,15 +156,21 @@ class VllmProcess:
         origin: HttpOrigin,
         facts: VllmFacts,
         config: ModelConfig,
+        geometry: KvGeometry,
     ) -> VllmEngine:
+        tier_bytes = self._settings.kv_tiers.memory_mb << 20
+        prefixes = event_prefixes(self._folder, facts, self._send, has_tier=tier_bytes > 0)
         parts = VllmParts(
             origin,
             VllmControl(origin, lambda: vllm.returncode is not None),
-            event_prefixes(self._folder, facts, self._send),
+            prefixes,
             hand_off_of(self._folder, facts, self._send),
         )
         max_adapters = self._settings.max_adapters if self._external.adapters else 0
-        return VllmEngine(self._send, parts, facts, config, max_adapters)
+        engine = VllmEngine(self._send, parts, facts, config, max_adapters)
+        if tier_bytes:
+            engine.show_tier(lambda: prefixes.tier_blocks, tier_bytes // geometry.block_bytes)
+        return engine
 
     def end(self, why: str) -> None:
         """End this process, because of ``why`` if that is not empty."""
@@ -184,9 +198,12 @@ class VllmProcess:
             self._writer.write(messages.frame(reports))
 
 
-def event_prefixes(folder: str, facts: VllmFacts, send: Callable[..., None]) -> EventPrefixes:
+def event_prefixes(
+    folder: str, facts: VllmFacts, send: Callable[..., None], *, has_tier: bool = False
+) -> EventPrefixes:
     """Return what a vLLM that was started with this folder has cached."""
-    client = KvEventsClient(f"ipc://{folder}/events", f"ipc://{folder}/replay", log)
+    endpoints = (f"ipc://{folder}/events", f"ipc://{folder}/replay")
+    client = KvEventsClient(*endpoints, log, has_tier=has_tier)
     return EventPrefixes([client], facts.block_tokens, send)
 
 

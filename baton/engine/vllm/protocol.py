@@ -320,7 +320,10 @@ class ChoiceStream:
         if chunk.cached_tokens is not None:
             self.cached_tokens = chunk.cached_tokens
         if chunk.prompt_token_ids not in (None, self.prompt):
-            raise InternalError("the tokens of an image depend on more than its size in this model")
+            raise InvalidRequestError(
+                "in this model the tokens of an image depend on more than its size, such as on the "
+                "number of images, so they were not known beforehand: send one image per request"
+            )
         return [self._tokens(choice) for choice in chunk.choices]
 
     def _tokens(self, choice: ChunkChoice) -> ev.Tokens:

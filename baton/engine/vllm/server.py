@@ -60,6 +60,7 @@ def command(
         *("--worker-extension-cls", "baton_worker.RewindingWorker"),
         *("--max-num-seqs", str(settings.max_batch_requests)),
         *_hand_off_arguments(engine, folder, pool),
+        *_tier_arguments(settings.kv_tiers.memory_mb),
         *limits,
         *engine.args,
     ]
@@ -81,6 +82,21 @@ def _hand_off_arguments(engine: ExternalEngine, folder: Path, pool: str) -> list
         connector["kv_connector_module_path"] = "baton_kv"
         files = {name: f"{folder}/{name}" for name in ("order", GENERATIONS, SAVES)}
         connector["kv_connector_extra_config"] = {"pool": pool, **files}
+    return ["--kv-transfer-config", msgspec.json.encode(connector).decode()]
+
+
+def _tier_arguments(memory_mb: int) -> list[str]:
+    """Return the arguments of vLLM's connector between GPU and host memory."""
+    if not memory_mb:
+        return []
+    connector = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": memory_mb << 20,
+            "offload_prompt_only": False,  # responses are prefixes of later turns
+        },
+    }
     return ["--kv-transfer-config", msgspec.json.encode(connector).decode()]
 
 
@@ -199,7 +215,7 @@ async def read_facts(folder: str, hand_off: str = "") -> VllmFacts:
         raise InternalError(
             f"vLLM {version} does not report its configuration as 0.32 does: {error!r}"
         ) from None
-    way = hand_off_id(hand_off, facts.block_tokens)
+    way = hand_off_id(hand_off, facts.block_tokens, facts.width)
     if hand_off == "baton":
         way += f"/{(Path(folder) / 'order').read_text()}"
     return msgspec.structs.replace(facts, hand_off=way)

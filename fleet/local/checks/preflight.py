@@ -250,7 +250,7 @@ def _checked_model(config: FleetConfig, whole: bool) -> ModelFinding:
     if whole:
         load_tokenizer(artifact.tokenizer_source(), encodes=False)
         if artifact.weight_files and not external and config.pools.engine.emulated is None:
-            from baton.engine.loading.open import check_weights  # with torch
+            from baton.engine.loading.stored_weights import check_weights
 
             check_weights(artifact)
     if config.gates.golden is not None:

@@ -66,7 +66,7 @@ def read_headers(
     for name in unread_hints(headers):
         ignored.hint(name)
     access = router.access.of(headers)
-    traceparent = headers.get("traceparent", "")
+    traceparent = passed_on(headers.get("traceparent", ""))
     TENANT.set(access.tenant)
     return Caller(
         tenant=access.tenant,

@@ -247,11 +247,7 @@ class Preparer:
     def _room(self, prompt: list[int], param: str, answer_tokens: int = 1) -> int:
         limit = self._model.max_context_tokens
         if len(prompt) + answer_tokens > limit:
-            raise PromptTooLongError.at(
-                param,
-                f"the prompt has {len(prompt)} tokens; the context for prompt and answer "
-                f"together is {limit} tokens",
-            )
+            raise self._model.too_long(param, str(len(prompt)), limit - answer_tokens)
         return limit - len(prompt)
 
     def _most_tokens(self, prompt: list[int], room: int) -> int:
@@ -272,8 +268,8 @@ class Preparer:
         if asked_tokens is not None and asked_tokens > room:
             raise PromptTooLongError.at(
                 "max_tokens",
-                f"{asked_tokens} exceeds {room}, the tokens that the prompt leaves in "
-                f"the context of {self._model.max_context_tokens}",
+                f"{asked_tokens} exceeds {room}, the tokens that the prompt leaves; "
+                + self._model.context,
             )
         defaults = self._model.artifact.generation_defaults
         most = min(default, max(1, int(defaults.get("max_tokens", default))))

@@ -80,7 +80,7 @@ class AnyRouter:
     siblings: Siblings
     past: PastPages
     together: Mapping[str, str]
-    exemplars: Callable[[], Mapping[str, Exemplar]] = dict
+    exemplars: Callable[[], Mapping[tuple[object, ...], Exemplar]] = dict
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one call, with the help of other routers if it needs them."""
@@ -129,7 +129,9 @@ class AnyRouter:
         pages = [own.body, *(answer.content for answer in answers.values())]
         page = await asyncio.to_thread(self._add_up, own.body, pages, answered)
         if openmetrics.is_wanted(accept):
-            page = openmetrics.openmetrics(page, self.exemplars())
+            page = await asyncio.to_thread(
+                lambda text: openmetrics.openmetrics(text, self.exemplars()), page
+            )
             others = [field for field in own.start["headers"] if field[0] != b"content-type"]
             own.start["headers"] = [*others, (b"content-type", openmetrics.CONTENT_TYPE.encode())]
         await own.send(send, page)

@@ -26,12 +26,10 @@ _KEPT = (b"accept", b"host")  # the targets have the address that the caller use
 _LIMITS = ClientLimitsConfig(max_connections=64)
 
 
-class _OnlyMonitoring:
-    def __init__(self, app: ASGIApp, process: Process) -> None:
-        self._app = app
-        self._token = process.core.fleet_token
+def _only_monitoring(app: ASGIApp, process: Process) -> ASGIApp:
+    token = process.core.fleet_token
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in _PATHS | PROBES or scope["method"] not in ("GET", "HEAD"):
             await PlainTextResponse("see /metrics, /fleet/targets and /health\n", 404)(
                 scope, receive, send
@@ -39,8 +37,10 @@ class _OnlyMonitoring:
             return
         headers = [field for field in scope["headers"] if field[0] in _KEPT]
         if scope["path"] in _PATHS:
-            headers.append((b"authorization", b"Bearer " + self._token.shown.encode()))
-        await self._app({**scope, "headers": headers, "query_string": b""}, receive, send)
+            headers.append((b"authorization", b"Bearer " + token.shown.encode()))
+        await app({**scope, "headers": headers, "query_string": b""}, receive, send)
+
+    return answer
 
 
 @contextlib.asynccontextmanager
@@ -57,7 +57,7 @@ async def monitoring(
         return
     # Metrics of its own: connections of this port are not those of clients.
     options = server_config(
-        _OnlyMonitoring(app, process), Metrics("router"), _LIMITS, lifespan="off", **tls
+        _only_monitoring(app, process), Metrics("router"), _LIMITS, lifespan="off", **tls
     )
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     shared = hasattr(socket, "SO_REUSEPORT")

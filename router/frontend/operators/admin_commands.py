@@ -58,7 +58,7 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
         who = router.access.name(request.headers)
         source = source_of(request)
         answers = [
-            (await _ask(desks[name], body, who, source)).data
+            (await ask(desks[name], body, who, source)).data
             for name in _models_of(router, body, list(desks))
         ]
         return {"data": answers[0] if len(answers) == 1 else _merged(body.verb, answers)}
@@ -73,7 +73,7 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
         name = next(iter(desks))
         if model is not None:
             name = router.lanes.base(model, "model").model.names[0]
-        answer = await _ask(desks[name], _CommandBody(verb="plan"))
+        answer = await ask(desks[name], "plan")
         return dict(answer.data)
 
     return api
@@ -86,7 +86,7 @@ def _add_sleep(api: Endpoints, router: Process, desks: Mapping[str, AdminCommand
         """Send a command to the controllers; return whether it was done in time."""
         router.access.check_change(request.headers)
         for desk in desks.values():
-            await _ask(desk, command, router.access.name(request.headers), source_of(request))
+            await ask(desk, command, router.access.name(request.headers), source_of(request))
         until_s = monotonic() + 600.0
         while not await is_done():
             if monotonic() > until_s:
@@ -98,19 +98,22 @@ def _add_sleep(api: Endpoints, router: Process, desks: Mapping[str, AdminCommand
         return not any([(await ask(desk, "slots")).data for desk in desks.values()])
 
     async def are_awake() -> bool:
-        return all(lane.gateway.workers.usable for lane in router.lanes)
+        of = (lane.gateway for lane in router.lanes)
+        return all(each.workers.usable or each.starts_from_zero for each in of)
 
     @api.post("/sleep", include_in_schema=False)
     async def sleep(
         request: Request,
         level: Annotated[int, Query(ge=1, le=2)] = 1,
-        mode: Literal["abort", "wait"] = "wait",
+        mode: Literal["abort", "wait"] = "abort",
     ) -> dict[str, Any]:
-        """Stop the workers of all models after their requests, and return when they have ended.
+        """Stop the workers of all models, and return when they have ended.
 
-        Both levels free all memory. Level 0 and ``keep`` would keep it: they are refused.
+        ``abort`` ends requests with the tokens that they have, ``wait`` lets them end. Both levels
+        free all memory. Level 0 and ``keep`` would keep it: they are refused.
         """
-        if not await tell_all(request, _CommandBody(verb="unload"), are_gone):
+        command = _CommandBody(verb="unload", arguments={"abort": mode == "abort"})
+        if not await tell_all(request, command, are_gone):
             raise UnavailableError("the workers have not ended yet; they take no new requests")
         return {"status": "sleeping", "level": level}
 
@@ -127,7 +130,8 @@ def _add_sleep(api: Endpoints, router: Process, desks: Mapping[str, AdminCommand
     async def is_sleeping(request: Request) -> dict[str, bool]:
         """Return whether no model should have workers."""
         router.access.check_operator(request.headers)
-        return {"is_sleeping": not any(lane.is_loaded for lane in router.lanes)}
+        of = (lane.is_loaded or lane.gateway.starts_from_zero for lane in router.lanes)
+        return {"is_sleeping": not any(of)}
 
 
 def _models_of(router: Process, body: _CommandBody, names: list[str]) -> list[str]:
@@ -168,19 +172,16 @@ def _merged(verb: str, answers: list[Any]) -> Any:
     return list(nodes.values())
 
 
-async def ask(orders: AdminCommands, verb: str, who: str = "", source: str = "") -> CommandReply:
-    """Send a command without arguments to a controller, and return its answer.
+async def ask(
+    orders: AdminCommands, command: _CommandBody | str, who: str = "", source: str = ""
+) -> CommandReply:
+    """Send a command, or one without arguments by its verb, and return the controller's answer.
 
     Raises:
         InvalidRequestError: The controller refuses it.
         UnavailableError: The controller or Redis does not answer.
     """
-    return await _ask(orders, _CommandBody(verb=verb), who, source)
-
-
-async def _ask(
-    orders: AdminCommands, body: _CommandBody, who: str = "", source: str = ""
-) -> CommandReply:
+    body = _CommandBody(verb=command) if isinstance(command, str) else command
     try:
         answer = await orders.ask(
             body.verb, body.workers, body.arguments, body.timeout_s, who, source

@@ -10,7 +10,7 @@ available to their tenant and to operators.
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from time import monotonic, monotonic_ns, time, time_ns
+from time import monotonic, monotonic_ns, time_ns
 from typing import Annotated, Any
 
 import msgspec
@@ -101,11 +101,10 @@ def _add_fleet(api: Endpoints, router: Process) -> None:
         """Return metrics in Prometheus' text format, or OpenMetrics if ``Accept`` names it."""
         router.access.check_scrape(request.headers)
         router.refresh_gauges()
-        page = await asyncio.to_thread(router.metrics.render)
-        if not openmetrics.is_wanted(request.headers.get("accept", "")):
-            return Response(page, media_type=router.metrics.content_type)
-        converted = openmetrics.openmetrics(page, router.metrics.exemplars())
-        return Response(converted, media_type=openmetrics.CONTENT_TYPE)
+        modern = openmetrics.is_wanted(request.headers.get("accept", ""))
+        page = await asyncio.to_thread(router.metrics.render, in_openmetrics=modern)
+        kind = openmetrics.CONTENT_TYPE if modern else router.metrics.content_type
+        return Response(page, media_type=kind)
 
     @api.get("/fleet")
     async def fleet(request: Request) -> dict[str, Any]:
@@ -154,9 +153,9 @@ def _add_fleet(api: Endpoints, router: Process) -> None:
 def _add_requests(api: Endpoints, router: Process) -> None:
     @api.get("/server_info", include_in_schema=False)
     async def server_info(request: Request, config_format: str = "text") -> dict[str, Any]:
-        """Return the main settings of each model under vLLM's names."""
+        """Return the main settings of the first model as vLLM does, and of each by its name."""
         router.access.check_operator(request.headers)
-        config = {
+        models = {
             lane.model.names[0]: {
                 "model_config": {"max_model_len": lane.model.max_context_tokens},
                 "scheduler_config": {"max_num_seqs": lane.settings.window_requests},
@@ -164,8 +163,10 @@ def _add_requests(api: Endpoints, router: Process) -> None:
             }
             for lane in router.lanes
         }
-        shown = config if config_format == "json" else str(config)
-        return {"vllm_config": shown, "vllm_env": {}, "system_env": {"baton": version()}}
+        own = models[router.lanes.first.model.names[0]]
+        shown = own if config_format == "json" else str(own)
+        system = {"baton": version()}
+        return {"vllm_config": shown, "vllm_env": {}, "system_env": system, "models": models}
 
     @api.get("/fleet/requests")
     async def requests(
@@ -209,7 +210,7 @@ def _json(content: dict[str, Any]) -> Response:
 
 def _healthy(router: Process) -> Response:
     ready = any(
-        lane.gateway.workers.usable or lane.settings.starts_from_zero for lane in router.lanes
+        lane.gateway.workers.usable or lane.gateway.starts_from_zero for lane in router.lanes
     )
     if not ready:
         raise UnavailableError("no worker is ready")
@@ -279,14 +280,8 @@ def _set_adapter_info(lane: Lane) -> None:
     for active in lane.gateway.active.values():
         if active.request.adapter is not None:
             by_state[active.decode_id is not None].add(active.request.adapter.name)
-    waiting, running = (",".join(sorted(names)) for names in by_state)
-    lane.metrics.set_info(
-        "baton_adapter_requests_info",
-        time(),
-        max_lora=str(lane.settings.max_adapters),
-        running_lora_adapters=running,
-        waiting_lora_adapters=waiting,
-    )
+    waiting, running = by_state
+    lane.metrics.set_adapter_info(lane.settings.max_adapters, running, waiting)
 
 
 def _set_key_gauges(router: Process) -> None:

@@ -102,7 +102,8 @@ class Images:
             is_of_client = isinstance(error, InvalidRequestError)
             raise InvalidRequestError.at(where, error.message) if is_of_client else error
         rendered = unpack_tokens(answer.prompt_tokens)
-        begin, end = answer.begin, answer.begin + answer.count
+        begin = answer.begin
+        end = begin + answer.count
         text = self._model.render_chat([{"role": "user", "content": IMAGE_MARK}], images=True)
         own = self._model.encode_rendered(text)
         placeholder = own[begin : len(own) - len(rendered) + end]

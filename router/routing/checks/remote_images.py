@@ -1,12 +1,12 @@
 """Images at URLs of hosts that the fleet file lists. No other URL is ever fetched."""
 
 import asyncio
-import ssl
 from collections.abc import Collection
 
 import httpx
 
 from baton.types.errors import InvalidRequestError
+from baton.wire.web_file import fetched
 from router.routing.checks.fair_limit import FairLimit
 
 MAX_BYTES = 4 << 20
@@ -45,23 +45,7 @@ class RemoteImages:
         async with self._limit.place(tenant):
             try:
                 async with asyncio.timeout(_LIMIT_S):
-                    return await _fetched(place)
+                    return await fetched(place, MAX_BYTES)
             except (httpx.HTTPError, OSError, ValueError) as error:  # a timeout is an OSError
                 why = str(error) or type(error).__name__
                 raise InvalidRequestError.at(where, f"{place.host} sent no image: {why}") from None
-
-
-async def _fetched(place: httpx.URL) -> bytes:
-    context = await asyncio.to_thread(ssl.create_default_context)
-    async with (
-        httpx.AsyncClient(verify=context, timeout=_LIMIT_S, trust_env=False) as client,
-        client.stream("GET", place, headers={"accept-encoding": "identity"}) as response,
-    ):
-        if response.status_code != httpx.codes.OK:
-            raise ValueError(f"status {response.status_code}")
-        body = bytearray()
-        async for part in response.aiter_raw():
-            body += part
-            if len(body) > MAX_BYTES:
-                raise ValueError(f"more than {MAX_BYTES} bytes")
-        return bytes(body)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 # A report counts for bookings at least this much older than it: the submission must arrive first,
 # at a prefill worker by way of the decode worker.
 _SETTLE_NS = 50_000_000
+_WHOLE_SETTLE_NS = 20_000_000  # for engines behind HTTP, which report each submission at once
 
 
 class Unreported(NamedTuple):
@@ -166,10 +167,11 @@ class LoadBook:
         worker.reported_ns = as_of_ns
         if not (worker.unreported or worker.ended or worker.computed):
             return
+        settle_ns = _WHOLE_SETTLE_NS if worker.whole else _SETTLE_NS
         settled = [
             request_id
             for request_id, booking in worker.unreported.items()
-            if as_of_ns - booking.at_ns >= _SETTLE_NS
+            if as_of_ns - booking.at_ns >= settle_ns
         ]
         for request_id in settled:
             worker.add(worker.unreported.pop(request_id), -1)

@@ -6,7 +6,8 @@
 
 A sibling is a request that shares leading blocks with a prompt that is being computed. It waits in
 the router while that takes at most as long as computing the blocks again, and is then placed as any
-other request. It takes no place at a worker meanwhile, so nothing queues behind it.
+other request. It takes no place at a worker meanwhile, so nothing queues behind it. Where no other
+worker can pull the blocks, the siblings that wait already count as well.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from router.routing.placement.prefix_sources import PULL_OVERHEAD_S
 LEAST_S = 0.1
 # Fits of equal workers differ by so much, so a wait may be this much longer than computing.
 FIT_SPREAD = 0.1
+# Siblings may wait longer for each other by this part of the time of computing again.
+_QUEUE_SHARE = 0.05
 _MAX_PROMPTS = 1024
 _MAX_BLOCKS = 262_144
 _REPORTED_NS = 500_000_000  # a report comes every 250 ms, and shows the end of a step
@@ -46,6 +49,7 @@ class ComputingPrompt(msgspec.Struct, eq=False, kw_only=True):
         lasts_s: Predicted time of pulls and computing.
         placed: Whether this router has placed it: an announced one may come to another worker.
         computed_ns: Time of the first token; 0 before.
+        waiting_s: Time to compute what the requests that wait for it do not share.
     """
 
     request_id: str
@@ -58,6 +62,7 @@ class ComputingPrompt(msgspec.Struct, eq=False, kw_only=True):
     placed: bool = True
     number: int = -1
     computed_ns: int = 0
+    waiting_s: float = 0.0
 
     def left_s(self, blocks: int, there_blocks: int, now_ns: int, equal: WorkerLoad) -> float:
         """Return the expected time until ``blocks`` are there, of which ``there_blocks`` are."""
@@ -208,7 +213,8 @@ class SiblingWait(NamedTuple):
     """Wait of a sibling for ``blocks`` of a prompt, of which ``there`` were computed when asked.
 
     It waits since ``since_ns``, when computing itself would have taken ``own_ns``. From
-    ``until_ns`` on the prompt needs progress. ``given_up`` are prompts without it.
+    ``until_ns`` on the prompt needs progress. ``given_up`` are prompts without it. ``rest_s`` is
+    the time to compute what is not shared.
     """
 
     prompt: ComputingPrompt
@@ -218,6 +224,7 @@ class SiblingWait(NamedTuple):
     own_ns: int
     until_ns: int
     given_up: tuple[ComputingPrompt, ...]
+    rest_s: float
 
 
 class SiblingWaits:
@@ -230,7 +237,10 @@ class SiblingWaits:
 
     def leave(self, request_id: str) -> bool:
         """Forget a request that is placed or has ended; return whether it waited."""
-        return self._waits.pop(request_id, None) is not None
+        wait = self._waits.pop(request_id, None)
+        if wait is not None:
+            wait.prompt.waiting_s -= wait.rest_s
+        return wait is not None
 
     def ask(
         self,
@@ -272,21 +282,29 @@ class SiblingWaits:
                 continue
             there = self._computing.there(prompt)
             left_s = prompt.left_s(blocks, there, now_ns, chosen.computes)
-            saved_s = own_s - left_s
             is_same = before is not None and before.prompt is prompt
+            ahead_s = prompt.waiting_s - own_s * _QUEUE_SHARE
+            if is_same or _rates_from(prompt.worker, pullers):
+                ahead_s = 0.0  # those before it go to other workers
+            saved_s = own_s - left_s - max(ahead_s, 0.0)
             last_ns = since_ns + first_own_ns * (_MOST_WAITS if is_same or prompt.pulls else 1)
             if saved_s > most_saved_s and now_ns + left_s * 1e9 <= last_ns:
                 most_saved_s = saved_s
                 until_ns = now_ns + own_ns
+                rest_s = _rest_s(chosen, len(request.prompt), blocks)
                 best = SiblingWait(
-                    prompt, blocks, there, since_ns, first_own_ns, until_ns, given_up
+                    prompt, blocks, there, since_ns, first_own_ns, until_ns, given_up, rest_s
                 )
         queue = self._in_queue(chosen, hashes, now_ns, pullers) if best is None else None
         if queue is not None and queue[0] not in given_up:
             is_same = before is not None and before.prompt is queue[0]
             first_own_ns = before.own_ns if before and is_same else now_ns + own_ns - since_ns
-            best = SiblingWait(*queue, since_ns, first_own_ns, now_ns + own_ns, given_up)
+            rest_s = _rest_s(chosen, len(request.prompt), queue[1])
+            best = SiblingWait(*queue, since_ns, first_own_ns, now_ns + own_ns, given_up, rest_s)
         if best is not None:
+            if before is not None:
+                before.prompt.waiting_s -= before.rest_s
+            best.prompt.waiting_s += best.rest_s
             self._waits[request.request_id] = best
         return best
 
@@ -350,15 +368,22 @@ def _pulled_s(chosen: Candidate, pullers: Sequence[Candidate], blocks: int, left
 
     ``blocks`` are then at the worker of ``chosen``.
     """
-    source = chosen.computes
     times_s = [
         max(worker.queue_s - left_s, PULL_OVERHEAD_S + blocks * worker.block_bytes / rate, LEAST_S)
+        for worker, rate in _rates_from(chosen.computes, pullers)
+    ]
+    return min(times_s, default=inf)
+
+
+def _rates_from(source: WorkerLoad, pullers: Sequence[Candidate]) -> list[tuple[WorkerLoad, float]]:
+    """Return the workers that can pull from one, each with its bytes per second."""
+    return [
+        (worker, rate)
         for worker in {puller.computes.worker_id: puller.computes for puller in pullers}.values()
         if worker.worker_id != source.worker_id
         and worker.format_id == source.format_id
         and (rate := worker.edge_bytes_per_s(source.worker_id))
     ]
-    return min(times_s, default=inf)
 
 
 def _own_s(chosen: Candidate, prompt_tokens: int, blocks: int) -> float:
@@ -366,12 +391,15 @@ def _own_s(chosen: Candidate, prompt_tokens: int, blocks: int) -> float:
 
     Pulls of the same blocks at once share a link, so one that is not the first counts in full.
     """
-    worker = chosen.computes
-    held = min(blocks * worker.block_tokens, prompt_tokens - 1)
-    rest_s = PREFILL_OVERHEAD_S + worker.prompt_s(
-        prompt_tokens - held, context_tokens(held, prompt_tokens)
-    )
+    rest_s = PREFILL_OVERHEAD_S + _rest_s(chosen, prompt_tokens, blocks)
     if chosen.links and chosen.links[-1].blocks <= blocks:
         return chosen.terms.first_token_s
     own_s = chosen.terms.pull_s + chosen.terms.compute_s - rest_s
     return own_s if own_s >= LEAST_S else 0.0
+
+
+def _rest_s(chosen: Candidate, prompt_tokens: int, blocks: int) -> float:
+    """Return the time of a placement for what is behind shared blocks."""
+    worker = chosen.computes
+    held = min(blocks * worker.block_tokens, prompt_tokens - 1)
+    return worker.prompt_s(prompt_tokens - held, context_tokens(held, prompt_tokens))

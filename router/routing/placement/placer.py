@@ -30,7 +30,7 @@ from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.prefix_sources import Source
 from router.routing.placement.pricing import Asked
 from router.routing.placement.prompt_hashes import HashSeedCache, prompt_hashes
-from router.routing.placement.resident_sessions import ResidentSessions
+from router.routing.placement.resident_sessions import BEGINS, ResidentSessions, Session
 from router.routing.placement.shortlist import Described, PromptToPlace, Shortlist
 from router.routing.placement.worker_columns import Workers
 from router.routing.placement.worker_load import NO_TIERS, LoadReader, Rates, Reports, loads_of
@@ -74,12 +74,12 @@ class Placement:
 class Quote(NamedTuple):
     """A placement that is not booked yet, and the packed hashes of the prompt's full blocks.
 
-    ``tip`` is that of the session that the prompt continues; empty if it begins one.
+    ``session`` is the one that the prompt continues or begins.
     """
 
     placement: Placement
     hashes: bytes
-    tip: bytes = b""
+    session: Session = BEGINS
     may_pull: bool = False  # leading blocks, if the computing worker lacks them
 
 
@@ -231,11 +231,11 @@ class Placer:
         if may_pull and there:
             sources = self._shortlist.sources(there)
         if reusable and self.computing:
-            most = self.computing.add_held(reusable, held)
-            may_spread = may_spread and most <= max(there.values(), default=0)
-        prompt = PromptToPlace(request, reusable, held, sources, avoid)
-        tip = self._sessions.tip(hashes, prompt.cached_blocks)
-        choice = self._cheapest_of_all(prompt, rates, now_ns, may_spread=may_spread and not tip)
+            may_spread &= self.computing.add_held(reusable, held) <= max(there.values(), default=0)
+        session = self._sessions.find(hashes, max(held.values(), default=0))
+        prompt = PromptToPlace(request, reusable, held, sources, avoid, session)
+        may_spread = may_spread and not session.is_cached
+        choice = self._cheapest_of_all(prompt, rates, now_ns, may_spread=may_spread)
         if choice is None:
             choice = self._cheapest_of_few(prompt, rates, now_ns)
         chosen, compared = choice
@@ -247,7 +247,7 @@ class Placer:
             prefix=chosen.links,
             spread=not is_cheapest,
         )
-        return Quote(placement, hashes, tip, may_pull)
+        return Quote(placement, hashes, session, may_pull)
 
     def _on_one_engine(self, request: GenerationRequest) -> GenerationRequest:
         """Return the request with the mode that an external engine can serve it in.
@@ -262,19 +262,19 @@ class Placer:
         return replace(request, mode="colocated")
 
     def _book_quote(self, request: GenerationRequest, quote: Quote) -> None:
-        placement = quote.placement
-        chosen = placement.chosen
-        self._book_load(request, chosen, placement.placed_ns)
-        at_ns = placement.placed_ns
+        chosen = quote.placement.chosen
+        at_ns = quote.placement.placed_ns
+        self._book_load(request, chosen, at_ns)
         if request.probe:
             return
-        self._crowding.placed(len(request.prompt), chosen.uncached_tokens)
         computes = chosen.computes
         length = len(request.prompt)
-        if computes.prompt_s(length, context_tokens(0, length)) >= LEAST_S:
-            self._sessions.note(quote.hashes, quote.tip, computes.worker_id, at_ns)
-            if quote.tip:
-                self._sessions.turn_s.add(chosen.terms.compute_s)
+        self._crowding.placed(length, chosen.uncached_tokens, quote.session.continues)
+        is_long = computes.prompt_s(length, context_tokens(0, length)) >= LEAST_S
+        worker_id = computes.worker_id if is_long else ""
+        self._sessions.note(quote.hashes, quote.session.tip, worker_id, at_ns)
+        if is_long and quote.session.continues:
+            self._sessions.turn_s.add(chosen.terms.compute_s)
         if self.computing.begin(request.request_id, quote.hashes, chosen, at_ns):
             return
         self._prefix_index.expect(computes.incarnation, quote.hashes, at_ns)
@@ -308,13 +308,15 @@ class Placer:
             choices=request.sampling.n,
             moves_kv=request.sampling.max_tokens > 1,
             sources=prompt.sources,
+            continues=prompt.session.continues,
         )
         placed = self._shortlist.cheapest(asked, prompt.held, self.book, now_ns, avoid=prompt.avoid)
         if placed is None:
             return None
         if not placed:
             raise _unmet(request)
-        waits = {role: self._crowding.wait_per_s(role) for role in ("prefill", "decode")}
+        wait_per_s = partial(self._crowding.wait_per_s, continues=asked.continues)
+        waits = {role: wait_per_s(role) for role in ("prefill", "decode")}
         compared = Described(placed, asked, rates, waits)
         ties: Sequence[int] = range(
             bisect_left(placed.costs_s, placed.costs_s[0] + self._settings.tie_s)

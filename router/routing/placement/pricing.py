@@ -38,7 +38,8 @@ NO_TIERS_AT_ALL: Mapping[int, tuple[int, float]] = {}
 class Asked(NamedTuple):
     """Demand of a prompt, see ``cost.candidates``.
 
-    ``sources`` have leading blocks that other workers can pull, those with most first.
+    ``sources`` have leading blocks that other workers can pull, those with most first;
+    ``continues`` is true for a later turn of a session.
     """
 
     mode: Mode
@@ -47,6 +48,7 @@ class Asked(NamedTuple):
     choices: int
     moves_kv: bool
     sources: tuple[Source, ...] = ()
+    continues: bool = False
 
 
 class PricingRow(ctypes.Structure):

@@ -28,6 +28,23 @@ class _Turn(NamedTuple):
     at_ns: int
 
 
+class Session(NamedTuple):
+    """Session of a prompt.
+
+    Attributes:
+        tip: Its tip; empty if it begins.
+        is_cached: Whether the tip is cached anywhere.
+        continues: Whether the prompt is a later turn. One that is only repeated is not.
+    """
+
+    tip: bytes = b""
+    is_cached: bool = False
+    continues: bool = False
+
+
+BEGINS = Session()
+
+
 class ResidentSessions:
     """Tips of recent sessions. Sessions are recognised by their prompts alone.
 
@@ -40,19 +57,25 @@ class ResidentSessions:
         self._count: Counter[str] = Counter()
         self.turn_s = RunningMean(_TURN_WEIGHT)
 
-    def tip(self, hashes: bytes, cached_blocks: int) -> bytes:
-        """Return the tip that a prompt continues; empty if it begins a session.
+    def find(self, hashes: bytes, cached_blocks: int) -> Session:
+        """Return the session that a prompt continues or begins.
 
         Most of the prompt's blocks that are cached anywhere are ``cached_blocks``: the tip is the
-        last of them, before those of the response.
+        last of them, before those of the response. If it was evicted, it is near the prompt's end.
         """
-        for block in range(cached_blocks, max(cached_blocks - _MAX_ANSWER_BLOCKS, 0), -1):
-            if (tip := hashes[(block - 1) * HASH_BYTES : block * HASH_BYTES]) in self._turns:
-                return tip
-        return b""
+        for end in (cached_blocks, len(hashes) // HASH_BYTES):
+            for block in range(end, max(end - _MAX_ANSWER_BLOCKS, 0), -1):
+                if (tip := hashes[(block - 1) * HASH_BYTES : block * HASH_BYTES]) in self._turns:
+                    return Session(tip, block <= cached_blocks, tip != hashes[-HASH_BYTES:])
+        return BEGINS
 
     def note(self, hashes: bytes, continued: bytes, worker_id: str, now_ns: int) -> None:
-        """Note a turn that is computed on a worker; ``continued`` is the session's former tip."""
+        """Note a turn that is computed on a worker; ``continued`` is the session's former tip.
+
+        Without a ``worker_id`` the turn is recognised, but is no load of a worker.
+        """
+        if not hashes:
+            return
         self._drop(continued)
         tip = hashes[-HASH_BYTES:]
         self._drop(tip)

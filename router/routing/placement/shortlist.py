@@ -7,6 +7,7 @@ whole columns (``worker_columns.py``), and a price for the few workers that are 
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple, overload
 
@@ -26,6 +27,7 @@ from router.routing.placement.prefix_sources import (
     Source,
 )
 from router.routing.placement.pricing import Asked, Pricing
+from router.routing.placement.resident_sessions import BEGINS, Session
 from router.routing.placement.worker_columns import WorkerColumns, Workers
 from router.routing.placement.worker_load import (
     NO_TIERS,
@@ -145,6 +147,7 @@ class PromptToPlace(NamedTuple):
         held: Number of these blocks by incarnation that has them.
         sources: Workers from which leading blocks can be pulled, the longest first.
         avoid: Incarnation that failed the request; empty for none.
+        session: The session that it continues or begins.
     """
 
     request: GenerationRequest
@@ -152,6 +155,7 @@ class PromptToPlace(NamedTuple):
     held: Mapping[bytes, int]
     sources: tuple[Source, ...]
     avoid: bytes
+    session: Session = BEGINS
 
     @property
     def cached_blocks(self) -> int:
@@ -253,7 +257,7 @@ class Shortlist:
         if now_ns - self._crowding_ns >= _CROWDING_EVERY_NS:
             self._crowding_ns = now_ns
             self._note_crowding(pricing.waiting_tokens, now_ns)
-        wait_per_s = self._crowding.wait_per_s
+        wait_per_s = partial(self._crowding.wait_per_s, continues=asked.continues)
         tiers = self.tiers(held)
         pairs, costs_s = pricing.cheapest(
             asked,

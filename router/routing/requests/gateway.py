@@ -102,6 +102,8 @@ class Gateway:
         self.kept = KeptRecords(core.settings.kept_records)
         self._pumping = False
         self._closing = False
+        self.asleep = False  # the model is unloaded
+        self.starts_from_zero = settings.starts_from_zero  # requests may wait for a first worker
         self.stopping = False  # the fleet stops: responses may finish, lost workers have exited
 
     def start(self, listener: LinkListener) -> None:
@@ -130,7 +132,9 @@ class Gateway:
         """
         if self._closing:
             raise UnavailableError("the router is shutting down")
-        waits = self.settings.starts_from_zero and self.placer.awaits_start(request)
+        if self.asleep:
+            raise UnavailableError("the model is unloaded until an operator loads it")
+        waits = self.starts_from_zero and self.placer.awaits_start(request)
         if request.probe or not waits:
             self.placer.check_served(request)
         active = ActiveRequest(RequestRecord(request, self._tokenizer), wakeup)
@@ -227,7 +231,7 @@ class Gateway:
 
     def _awaits_start(self) -> bool:
         """Return whether the next request waits for a worker that starts."""
-        head = self.admission.head if self.settings.starts_from_zero else None
+        head = self.admission.head if self.starts_from_zero else None
         return head is not None and self.placer.awaits_start(self.active[head.request_id].request)
 
     def _waits_for_prefix(self, active: ActiveRequest, wait: SiblingWait) -> None:

@@ -6,6 +6,7 @@ attributes and buckets of https://github.com/open-telemetry/semantic-conventions
 
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 
 from baton.telemetry.histograms import Histogram
 from baton.telemetry.metrics import MAX_LABEL_SETS, Metrics
@@ -31,7 +32,7 @@ class GenAiMetrics:
             "gen_ai_provider_name": "baton",
             **{name.replace(".", "_"): str(value) for name, value in server.items()},
         }
-        self._known: dict[tuple[str, ...], tuple[Histogram, Histogram, Histogram]] = {}
+        self._histograms = lru_cache(MAX_LABEL_SETS)(self._made)
 
     def ended(self, call: Call) -> None:
         """Observe a call that ended."""
@@ -42,8 +43,8 @@ class GenAiMetrics:
         routed = request.routed if request is not None else None
         models = (routed.requested, routed.model) if routed is not None else (call.model, "")
         error = call.error or next(iter(call.errors), None)
-        key = (operation, *models, error.code if error is not None else "")
-        duration, first_token, per_token = self._known.get(key) or self._made(*key)
+        code = error.code if error is not None else ""
+        duration, first_token, per_token = self._histograms(operation, *models, code)
         trace_id = sampled_trace_id(request.traceparent) if request is not None else ""
         took_s = (time.monotonic_ns() - call.arrived_ns) / 1e9
         duration.observe(took_s, trace_id=trace_id)
@@ -70,12 +71,8 @@ class GenAiMetrics:
             "gen_ai_response_model": used,
         }
         histogram = self._metrics.histogram
-        made = (
+        return (
             histogram("gen_ai_server_request_duration_seconds", error_type=error, **of),
             histogram("gen_ai_server_time_to_first_token_seconds", **of),
             histogram("gen_ai_server_time_per_output_token_seconds", **of),
         )
-        if len(self._known) >= MAX_LABEL_SETS:
-            self._known.clear()
-        self._known[operation, requested, used, error] = made
-        return made

@@ -99,7 +99,7 @@ class Prober:
         pairs = usable_pairs(self._gateway, self._rounds)
         gate = asyncio.Semaphore(_AT_ONCE)
         results = await asyncio.gather(*(self._probe(pair, gate, priority) for pair in pairs))
-        may_be_empty = self._gateway.settings.starts_from_zero
+        may_be_empty = self._gateway.starts_from_zero
         good = bool(results or may_be_empty) and all(result["ok"] for result in results)
         waits = may_be_empty and not served  # requests are accepted, and start a worker
         ready = good and (expected == served or waits)  # else wait for a pool that is starting

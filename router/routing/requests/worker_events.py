@@ -136,7 +136,7 @@ class WorkerEvents:
                 gateway.on_report(link.worker_id, frame.status, now_ns)
             gateway.workers.note_transfers(link, frame.status.transfers)
             gateway.tickets.seen(frame.status.highest_ticket)
-            if gateway.workers.leaves(link) and not gateway.stopping:
+            if gateway.workers.leaves(link, now_ns) and not gateway.stopping:
                 self._move_away(link)
         if frame.HasField("transfers"):
             gateway.workers.note_transfers(link, frame.transfers)

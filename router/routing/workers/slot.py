@@ -27,6 +27,7 @@ class WorkerSlot:
         self._link: WorkerLink | None = None
         self._checked: tuple[Capabilities | None, bool] = (None, False)
         self.dead_since_ns: int | None = None
+        self.draining_since_ns = 0  # as of its last report; 0: it is not draining
         self.epoch = record.epoch
         self.listed = True  # in the directory
         self.older: WorkerRecord | None = None  # the directory's record, if of an earlier epoch
@@ -127,7 +128,9 @@ class WorkerSlot:
     def usable(self) -> bool:
         """True if new requests may be placed here."""
         link = self._link
-        return link is not None and link.live and self.state == "ready" and self._fits(link)
+        if link is None or not link.live or self._record.intent != "serve":
+            return False  # one that is about to drain would lose them
+        return self.state == "ready" and self._fits(link)
 
     def _fits(self, link: WorkerLink) -> bool:
         capabilities = link.capabilities

@@ -25,6 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 TRUST_OLDER_AFTER_S = 5.0
 """Time that a later incarnation must be dead before the record of an earlier one counts."""
+_MOVE_AFTER_NS = 500_000_000
 
 
 class WorkerTable:
@@ -226,10 +227,19 @@ class WorkerTable:
         slot = self._slots.get(worker_id) if worker_id is not None else None
         return slot.link if slot is not None else None
 
-    def leaves(self, link: WorkerLink) -> bool:
-        """Return whether the worker is draining and its requests should move."""
+    def leaves(self, link: WorkerLink, now_ns: int) -> bool:
+        """Return whether the worker is draining and its requests should move.
+
+        They stay for half a second, until other workers that leave as well are known to do so.
+        """
         slot = self._slots.get(link.worker_id)
-        return slot is not None and slot.link is link and slot.state == "draining"
+        if slot is None or slot.link is not link:
+            return False
+        if slot.state != "draining":
+            slot.draining_since_ns = 0
+            return False
+        slot.draining_since_ns = slot.draining_since_ns or now_ns
+        return now_ns - slot.draining_since_ns >= _MOVE_AFTER_NS
 
     def last_turn(self) -> int:
         """Return the number of the last turn by which workers have their roles here."""

@@ -1,12 +1,20 @@
-"""LangChain, by its package for OpenAI."""
+"""LangChain, by its packages for OpenAI and, for errors, Anthropic."""
 
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ProviderStrategy
+from langchain_anthropic import ChatAnthropic
+from langchain_core.exceptions import (
+    ContextOverflowError,
+    ModelAPIError,
+    ModelAuthenticationError,
+    ModelInvalidRequestError,
+    ModelNotFoundError,
+)
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
-from scenarios import BASE, KEY, MODEL, QUESTION, SENTENCE, run, scenario
+from scenarios import BASE, KEY, MODEL, QUESTION, SENTENCE, URL, run, scenario
 
 model = ChatOpenAI(base_url=BASE, api_key=KEY, model=MODEL, max_retries=0, timeout=30)
 
@@ -49,6 +57,29 @@ def tools():
     told = agent.invoke({"messages": [HumanMessage(QUESTION)]})["messages"]
     assert [message.type for message in told] == ["human", "ai", "tool", "ai"]
     assert told[-1].content == SENTENCE
+
+
+@scenario("errors")
+def errors():
+    """Agents summarise at `ContextOverflowError`, and repeat or fall back by the other kinds."""
+    long = "hello world " * 9000
+    of_openai = {"base_url": BASE, "timeout": 30}
+    of_anthropic = {"base_url": URL, "max_tokens": 4}
+    for maker, more in ((ChatOpenAI, of_openai), (ChatAnthropic, of_anthropic)):
+        cases = (
+            ({}, long, ContextOverflowError),
+            ({"model": "no"}, "hi", ModelNotFoundError),
+            ({"api_key": "no"}, "hi", ModelAuthenticationError),
+            ({"default_headers": {"x-baton-mode": "disaggregated"}}, "hi", ModelAPIError),
+            ({"temperature": -1.0}, "hi", ModelInvalidRequestError),
+        )
+        for changed, text, kind in cases:
+            made = maker(**{"model": MODEL, "api_key": KEY, "max_retries": 0, **more, **changed})
+            try:
+                made.invoke(text)
+            except kind:
+                continue
+            raise AssertionError(f"{maker.__name__}: no {kind.__name__}")
 
 
 @scenario("schema")

@@ -3,7 +3,7 @@
 import json
 
 import litellm
-from scenarios import BASE, KEY, MODEL, QUESTION, SENTENCE, run, scenario
+from scenarios import BASE, KEY, MODEL, QUESTION, SENTENCE, URL, run, scenario
 
 USER = {"role": "user", "content": QUESTION}
 PROVIDERS = ("openai", "hosted_vllm")
@@ -66,13 +66,28 @@ def tools():
 
 @scenario("errors")
 def errors():
-    try:
-        litellm.completion(
-            model="openai/no", messages=[USER], api_base=BASE, api_key=KEY, num_retries=0
-        )
-    except litellm.NotFoundError:
-        return
-    raise AssertionError("no NotFoundError")
+    """LiteLLM's router repeats and falls back by these kinds."""
+    long = {"role": "user", "content": "hello world " * 9000}
+    cases = (
+        ({"messages": [long]}, litellm.ContextWindowExceededError),
+        ({"model": "no"}, litellm.NotFoundError),
+        ({"api_key": "no"}, litellm.AuthenticationError),
+        ({"temperature": -1}, litellm.BadRequestError),
+        ({"extra_headers": {"x-baton-mode": "disaggregated"}}, litellm.ServiceUnavailableError),
+        ({"extra_headers": {"x-baton-timeout-ms": "1"}}, litellm.Timeout),
+    )
+    overloaded = {litellm.ServiceUnavailableError: litellm.InternalServerError}  # of Anthropic: 529
+    for provider, url in (*((name, BASE) for name in PROVIDERS), ("anthropic", URL)):
+        for more, kind in cases:
+            call = {"model": MODEL, "messages": [USER], "max_tokens": 4, "api_key": KEY, **more}
+            call["model"] = f"{provider}/{call['model']}"
+            expected = overloaded.get(kind, kind) if provider == "anthropic" else kind
+            try:
+                litellm.completion(api_base=url, num_retries=0, max_retries=0, **call)
+            except Exception as error:
+                assert type(error) is expected, f"{provider}, {more}: {error!r}"[-300:]
+            else:
+                raise AssertionError(f"{provider}: no {expected.__name__}")
 
 
 @scenario("embeddings")

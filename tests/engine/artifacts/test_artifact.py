@@ -199,18 +199,22 @@ def test_a_hub_repository_of_gguf_files_says_how_to_name_one(
 
 
 def test_an_index_names_only_files_beside_it(tmp_path: Path) -> None:
-    write_directory(tmp_path / "model", shards=1)
+    write_directory(tmp_path / "model", shards=2)
     for name in ("../model/model.safetensors", str(tmp_path / "model" / "model.safetensors")):
         index = {"weight_map": {"lm_head.weight": name}}
         (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(ModelError, match="which is not in this folder"):
             resolve_model(str(tmp_path / "model"))
+    write_directory(tmp_path / "model", shards=1)  # beside the index, which transformers ignores
+    artifact = resolve_model(str(tmp_path / "model"))
+    assert [path.name for path in artifact.weight_files] == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("temperature", ["hot", -1.0, float("nan"), [1], True])
-def test_a_recommended_parameter_is_a_number(tmp_path: Path, temperature: object) -> None:
+@pytest.mark.parametrize("value", ["hot", "1", -1.0, float("nan"), [1], True])
+@pytest.mark.parametrize("key", ["temperature", "top_k"])
+def test_a_recommended_parameter_is_a_number(tmp_path: Path, key: str, value: object) -> None:
     write_directory(tmp_path, shards=1)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": temperature}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
     with pytest.raises(ModelError, match=str(tmp_path)):
         resolve_model(str(tmp_path))
 

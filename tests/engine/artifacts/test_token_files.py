@@ -78,6 +78,15 @@ def test_ids_and_shown_texts_are_those_of_transformers(tmp_path: Path, files: di
     assert theirs.eos_token is None or theirs.eos_token_id in artifact.config.eos_token_ids
 
 
+@pytest.mark.parametrize("kind", ["Qwen2Tokenizer", "GPT2TokenizerFast", "TokenizersBackend"])
+def test_a_space_goes_before_texts_if_the_class_reads_the_key(tmp_path: Path, kind: str) -> None:
+    path = folder(tmp_path, tokenizer_config={"tokenizer_class": kind, "add_prefix_space": True})
+    ours = load_tokenizer(resolve_model(str(path)).tokenizer_source())
+    theirs = AutoTokenizer.from_pretrained(path)
+    for text in ("Hello you", " a<|two|>b", "<|one|> c"):
+        assert ours.encode(text) == theirs(text).input_ids
+
+
 def test_the_right_words_of_mistral_are_used_if_the_files_say_so(tmp_path: Path) -> None:
     for flag, pieces in ((True, ["Hello", "World", "1", "2"]), (False, ["HelloWorld", "12"])):
         path = folder(tmp_path / str(flag), tokenizer_config={"fix_mistral_regex": flag})

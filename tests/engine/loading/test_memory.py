@@ -10,7 +10,7 @@ import pytest
 
 from baton.engine.cpu.native.library import widens_bf16
 from baton.engine.loading.open import load_weights
-from baton.engine.loading.safetensors_file import write_safetensors
+from baton.engine.loading.safetensors_data import write_safetensors
 from baton.engine.models.families import weight_table
 from baton.model.artifact import ModelArtifact, resolve_model
 from tests.engine.conftest import GEMMA, MODEL

@@ -210,6 +210,10 @@ def test_a_token_of_a_mixture_does_not_depend_on_its_batch(tmp_path: Path, name:
         ("rope.freq_base_swa", 5e3),
         ("nextn_predict_layers", 1),
         ("rope.scaling.yarn_attn_factor", 0.9),
+        ("attention.scale", 0.5),
+        ("logit_scale", 0.5),
+        ("attention.clamp_kqv", 8.0),
+        ("not_yet_known", 1),
     ],
 )
 def test_metadata_of_gguf_that_changes_logits_is_refused_by_name(

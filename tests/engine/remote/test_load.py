@@ -130,3 +130,20 @@ def test_a_held_prompt_keeps_its_blocks_and_is_no_response() -> None:
     assert status.blocks.in_use == 11
     meter.settled(200 * MS, 0)
     assert meter.input_ns("r", 0) == 80 * MS
+
+
+def test_blocks_that_waiting_prompts_share_are_computed_once() -> None:
+    """Eight siblings looked like eight whole prompts, and the engine like eight times as fast."""
+    meter = LoadMeter(total_blocks=1000)
+    shared = [bytes([1, number]) for number in range(20)]
+    for number in range(8):
+        own = [bytes([2 + number, block]) for block in range(4)]
+        meter.submitted(f"{number}", 0, SequenceProgress(24 * 16, 0, 0, hashes=[*shared, *own]))
+    assert meter.status(0).queued_prompt_tokens == 20 * 16 + 8 * 4 * 16
+    for number in range(8):
+        meter.tokens(f"{number}", 0, 1, 100 * MS, 0)
+    step = meter.settled(100 * MS + SETTLED_NS, 0)
+    assert step is not None
+    assert step.prompt_tokens == 20 * 16 + 8 * 4 * 16
+    meter.submitted("later", 0, SequenceProgress(24 * 16, 0, 0, hashes=shared))
+    assert meter.status(0).queued_prompt_tokens == 24 * 16, "no prompt waits that has them"

@@ -1,7 +1,7 @@
 """Load of others at a server: what it reports, without the worker's own sequences."""
 
-from baton.engine.remote.load import LoadMeter
-from baton.engine.remote.others import OtherLoad, ServerLoad
+from baton.engine.remote.load import LoadMeter, SequenceProgress
+from baton.engine.remote.others import OtherLoad, ServerLoad, StallWatch
 
 
 def reported(running: int, waiting: int = 0, work: float = 0.0) -> ServerLoad:
@@ -41,3 +41,38 @@ def test_the_load_of_others_is_part_of_the_status():
     assert (status.answering_context, status.coming_context) == (300, 200)
     assert status.queued_prompt_tokens == 80
     assert status.queued_prompt_context == 2 * sum(range(60, 100))
+
+
+def stalls_after(
+    own: int = 1, running: int = 1, work: float = 0.0, generated: int | None = 5
+) -> int:
+    """Return the number of equal reports until the server is stalled; 0 if it never is."""
+    watch = StallWatch()
+    for number in range(60):
+        load = reported(running, work=7 + work * number)
+        if watch.observe(load, own, generated):
+            return number
+    return 0
+
+
+def test_a_server_that_computes_nothing_for_its_responses_is_stalled():
+    assert stalls_after() == 8
+    assert stalls_after(running=0) == 8, "it has lost them"
+    assert stalls_after(work=1.0) == 0, "it computes"
+    assert stalls_after(own=1, running=2) == 0, "it may compute a prompt of others"
+    assert stalls_after(generated=None) == 0, "it may compute a prompt"
+    watch = StallWatch()
+    assert not any(watch.observe(reported(1, work=7), 1, tokens) for tokens in range(30))
+
+
+def test_tokens_are_expected_when_all_prompts_are_computed():
+    meter = LoadMeter(total_blocks=100)
+    assert meter.generated is None
+    for name in ("a", "b"):
+        meter.submitted(name, 0, SequenceProgress(160, 0, 0))
+    meter.tokens("a", 0, 3, 10, 0)
+    assert meter.generated is None
+    meter.tokens("b", 0, 1, 20, 0)
+    assert meter.generated == 4
+    meter.row("a", 0).held = True
+    assert meter.generated is None, "another worker takes its KV when it likes"

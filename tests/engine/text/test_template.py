@@ -4,7 +4,7 @@ import itertools
 import time
 
 import pytest
-from transformers.utils.chat_template_utils import _compile_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from baton.text import template
 from baton.text.template import ChatTemplate, Rendering, joined_turns
@@ -63,6 +63,12 @@ def test_tags_and_filters_are_those_of_transformers(source):
         assert ChatTemplate(source).render(USER, rendering=Rendering(values=values)) == right
 
 
+def test_variables_and_powers_are_those_of_transformers():
+    source = "{{ documents is defined and documents is none }}{{ tools is none }}{{ 2 ** 10 }}"
+    right = render_jinja_template([USER], chat_template=source)[0][0]
+    assert ChatTemplate(source).render(USER) == right
+
+
 def test_requests_with_tools_have_a_template_of_their_own():
     template = ChatTemplate("plain", None, "{{ tools | length if tools else 'called' }}")
     assert template.render(USER) == "plain"
@@ -104,7 +110,8 @@ def test_a_broken_template_is_found_at_start():
         "{{ missing.attribute }}",
         "{{ messages[0]['content'] + 5 }}",
         "{{ 'x' * 10000000000 }}",
-        "{{ 9 ** 9 ** 9 }}",
+        "{{ 9 ** 9 ** 9 ** 9 }}",
+        "{{ 9 ** 999 }}",
         "{{ messages | tojson(indent=999999999) }}",
         "{{ messages | tojson(separators=(' ', '-' * 65)) }}",
         "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",

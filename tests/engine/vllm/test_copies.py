@@ -23,7 +23,8 @@ from tests.engine.vllm.test_inside import connectors, copies, engine_step, vllm_
 
 LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 3, 8, 2, 32, 16
 PAGES = BLOCKS * TOKENS // 16
-PAGE_BYTES = HEADS * 16 * VALUES * 2  # of bf16
+HEAD_BYTES = 8 * VALUES * 2  # of bf16, half a page
+PAGE_BYTES = 2 * HEADS * HEAD_BYTES
 
 
 class FullAttentionSpec:
@@ -93,7 +94,7 @@ class Device:
         for _, compute in self._computes.pending:
             compute()
 
-    def pinned(self, shape: tuple[int, int]) -> torch.Tensor:
+    def pinned(self, shape: tuple[int, ...]) -> torch.Tensor:
         self.buffers.append(torch.zeros(shape, dtype=torch.uint8))
         return self.buffers[-1]
 
@@ -126,9 +127,9 @@ class Device:
 
     def _show(self, tensor: torch.Tensor, written: torch.Tensor, value: torch.Tensor) -> None:
         if any(tensor is layer for layer in self._layers):
-            sources = {bytes(row.tolist()) for buffer in self.buffers for row in buffer}
-            for row in value[written.any(1)]:
-                assert bytes(row.tolist()) in sources, "a buffer was used again on its way"
+            sources = {bytes(one.flatten()) for buffer in self.buffers for one in buffer}
+            for block in value.transpose(1, 2)[written.flatten(1).any(1)]:
+                assert bytes(block.flatten()) in sources, "a buffer was used again on its way"
         tensor[written] = value[written]
 
     @property
@@ -140,6 +141,11 @@ def flash_caches() -> dict[str, torch.Tensor]:
     """Return random KV as vLLM gives FlashAttention: [B, H, N, C], in memory [B, N, H, C]."""
     shape = (BLOCKS, TOKENS, HEADS, VALUES)
     return {f"layer {n}": torch.randn(shape).bfloat16().transpose(1, 2) for n in range(LAYERS)}
+
+
+def in_pages(block: torch.Tensor) -> torch.Tensor:
+    """Return the two pages of a block ``[heads, tokens, bytes]``, each with its halves."""
+    return block.reshape(HEADS, 2, 2, HEAD_BYTES).permute(1, 2, 0, 3)
 
 
 def config(spec: object = None) -> Any:
@@ -155,7 +161,7 @@ class Gpu:
         torch.manual_seed(3)
         caches = flash_caches()
         self.layers, self.order = module.CudaCopies.layers_and_order(caches, None, config())
-        self.pool = torch.zeros((LAYERS, 2, PAGES, PAGE_BYTES // 2), dtype=torch.uint8)
+        self.pool = torch.zeros((LAYERS, 2, PAGES, HEADS, HEAD_BYTES), dtype=torch.uint8)
         self.device = Device(self.layers)
         monkeypatch.setattr(module, "_pinned", self.device.pinned)
         monkeypatch.setattr(module, "_BUFFER_BYTES", buffer_blocks * 2 * PAGE_BYTES)
@@ -163,7 +169,7 @@ class Gpu:
         self.caches = caches
 
     def page(self, layer: int, page: int) -> torch.Tensor:
-        return self.pool[layer, :, page].flatten()
+        return self.pool[layer, :, page]
 
 
 @pytest.fixture(params=[1, 2, 100])
@@ -189,8 +195,8 @@ def test_blocks_go_into_pages_and_from_there_into_other_blocks(gpu: Gpu) -> None
     gpu.copies.save(blocks, pages, slice(None), errors.append).result(10)
     assert errors == [None]
     for number, layer in enumerate(wanted):
-        assert gpu.page(number, 2).equal(layer[6].view(2, -1)[1])  # a block has two pages
-        assert gpu.page(number, 0).equal(layer[3].view(2, -1)[0])
+        assert gpu.page(number, 2).equal(in_pages(layer[6])[1])
+        assert gpu.page(number, 0).equal(in_pages(layer[3])[0])
     assert not gpu.pool[:, :, [1, 3, 5]].any()
 
     others = [1, 7, 2]
@@ -207,8 +213,7 @@ def test_blocks_go_into_pages_and_from_there_into_other_blocks(gpu: Gpu) -> None
         assert layer[others].equal(value[blocks])
         assert layer[[4, 5]].equal(value[[4, 5]])
     for number, cache in enumerate(gpu.caches.values()):  # the layers are vLLM's own memory
-        own = cache[7].transpose(0, 1).contiguous().view(torch.uint8).flatten()
-        assert own.equal(wanted[number][0])
+        assert cache[7].contiguous().view(torch.uint8).equal(wanted[number][0])
 
 
 def test_a_save_ends_after_its_last_event_and_is_waited_for(gpu: Gpu) -> None:
@@ -242,12 +247,12 @@ def test_copies_on_cpus_have_ended_when_the_call_returns(monkeypatch: pytest.Mon
     caches = {name: one.contiguous() for name, one in flash_caches().items()}
     layers, _ = module.CpuCopies.layers_and_order(caches, vllm, config())
     wanted = [layer.clone() for layer in layers]
-    pool = torch.zeros((LAYERS, 2, PAGES, PAGE_BYTES // 2), dtype=torch.uint8)
+    pool = torch.zeros((LAYERS, 2, PAGES, HEADS, HEAD_BYTES), dtype=torch.uint8)
     on_cpu = module.copies_of("cpu")(layers, pool)
     errors: list[Exception | None] = []
     assert on_cpu.save([6, 3], [9, 2, 0, 7], slice(None), errors.append) is None
     assert errors == [None]
-    assert pool[1, :, 2].flatten().equal(wanted[1][6].view(2, -1)[1])
+    assert pool[1, :, 2].equal(in_pages(wanted[1][6])[1])
     on_cpu.load([1, 5], [9, 2, 0, 7], on_cpu.mark())
     for layer, value in zip(layers, wanted, strict=True):
         assert layer[[1, 5]].equal(value[[6, 3]])
@@ -263,7 +268,7 @@ def test_orders_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         module.CudaCopies.layers_and_order(heads_first, vllm, config())[1],
         module.CpuCopies.layers_and_order(heads_first, vllm, config())[1],
     ]
-    assert orders == ["FLASH_ATTN-LBNHC", "FLASH_ATTN-LBHNC", "amx"]
+    assert orders == ["FLASH_ATTN", "FLASH_ATTN", "amx"]  # by head, both of flash are equal
 
 
 def test_what_cannot_be_copied_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,11 +378,12 @@ async def test_blocks_of_a_finished_prompt_are_held_until_it_is_saved(connected:
         connected.connector._kv_transfer_config.kv_connector_extra_config["pool"],
         size=LAYERS * PAGES * PAGE_BYTES,
         dtype=torch.uint8,
-    ).view(LAYERS, 2, PAGES, -1)
+    ).view(LAYERS, 2, PAGES, HEADS, HEAD_BYTES)
     for number, layer in enumerate(connected.layers):
-        pages = pool[number].transpose(0, 1)[:6].reshape(3, -1)
-        assert pages.equal(layer[[4, 2, 7]])
-    assert connected.order == "FLASH_ATTN-LBNHC"
+        for at, block in enumerate([4, 2, 7]):
+            pages = pool[number, :, 2 * at : 2 * at + 2].transpose(0, 1)
+            assert pages.equal(in_pages(layer[block]))
+    assert connected.order == "FLASH_ATTN"
 
 
 async def test_blocks_of_a_cancelled_prompt_are_held_until_its_saves_end(

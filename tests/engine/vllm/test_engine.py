@@ -18,7 +18,7 @@ from baton.engine.process import messages
 from baton.engine.vllm import engine, protocol, server
 from baton.engine.vllm.control import VllmControl
 from baton.engine.vllm.engine import VllmEngine, VllmParts
-from baton.engine.vllm.facts import VllmFacts, facts_of
+from baton.engine.vllm.facts import VllmFacts, facts_of, hand_off_id
 from baton.engine.vllm.process import event_prefixes, hand_off_of
 from baton.engine.vllm.scored_prompt import prompt_logprobs
 from baton.types import events as ev
@@ -199,10 +199,16 @@ async def translating(
 
 
 def test_the_numerics_id_names_what_makes_tokens_differ() -> None:
-    assert facts().numerics_id == "vllm/0.32.0/bf16/bf16/cpu-auto/tp1"
+    name = "vllm/0.32.0/bf16/bf16/cpu-auto"
+    assert facts().numerics_id == name
     wide = msgspec.json.decode((RECORDED / "server_info.json").read_bytes())
     wide["vllm_config"]["parallel_config"]["tensor_parallel_size"] = 2
-    assert facts_of("0.32.0", wide).numerics_id == "vllm/0.32.0/bf16/bf16/cpu-auto/tp2"
+    both = facts_of("0.32.0", wide)
+    assert both.numerics_id == name
+    exact = msgspec.structs.replace(both, exact="5f")
+    assert exact.numerics_id == f"{name}/tp2/exact/5f"
+    assert hand_off_id("nixl", 32, 1) != hand_off_id("nixl", 32, 2)
+    assert hand_off_id("baton", 32, 1) == hand_off_id("baton", 32, 2)
 
 
 async def test_a_response_is_reported_from_admission_to_end(running: Running) -> None:

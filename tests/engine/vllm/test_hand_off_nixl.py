@@ -64,5 +64,5 @@ def test_a_prompt_that_fills_its_last_block_gets_one_for_the_first_token() -> No
 
 
 def test_the_id_of_a_hand_off_names_the_block_size() -> None:
-    assert facts.hand_off_id("nixl", 32) == "nixl/block32"
-    assert facts.hand_off_id("", 32) == ""
+    assert facts.hand_off_id("nixl", 32, 1) == "nixl/block32/tp1"
+    assert facts.hand_off_id("", 32, 1) == ""

@@ -8,7 +8,7 @@ import pytest
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.vllm.images import expansion_in, render_body
 from baton.engine.vllm.protocol import ChoiceStream, generate_body, refusal
-from baton.types.errors import InternalError
+from baton.types.errors import InternalError, InvalidRequestError
 from baton.types.images import PromptImage
 from baton.types.params import SamplingParams
 
@@ -39,7 +39,7 @@ def test_another_prompt_than_that_of_the_router_ends_the_request(own: list[int])
 
     stream = ChoiceStream("r", 0, SPEC, (2,))
     stream.prompt = tuple(PROMPT)
-    with pytest.raises(InternalError, match="more than its size"):
+    with pytest.raises(InvalidRequestError, match=r"more than its size.*send one image per req"):
         stream.feed(event(own))
     stream = ChoiceStream("r", 0, SPEC, (2,))
     stream.prompt = tuple(PROMPT)

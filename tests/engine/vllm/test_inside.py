@@ -259,9 +259,12 @@ def connectors(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def vllm_config(
-    device_type: str, folder: Path, rank: int = 0, ranks: int = 1, **parallel: int
+    device_type: str, folder: Path, rank: int = 0, ranks: int = 1, heads: int = 2, **parallel: int
 ) -> Any:
-    """Return the configuration of a rank of vLLM whose blocks have 32 tokens."""
+    """Return the configuration of a rank of vLLM whose blocks have 32 tokens.
+
+    ``heads`` are the KV heads of all ranks.
+    """
     files = {name: str(folder / name) for name in ("pool", "generations", "order", "saves")}
     own = {"world_size": ranks, "decode_context_parallel_size": 1}
     own |= {"use_ubatching": False, **parallel}
@@ -269,6 +272,7 @@ def vllm_config(
         cache_config=SimpleNamespace(block_size=32, cache_dtype="auto"),
         device_config=SimpleNamespace(device_type=device_type),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=files),
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads),
         parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=ranks, **own),
     )
 

@@ -65,8 +65,8 @@ def stored_event(
     return msgspec.msgpack.encode([0.0, [event], 0])
 
 
-def removed_event(*names: int) -> bytes:
-    event = {"type": "BlockRemoved", "block_hashes": names, "medium": "GPU"}
+def removed_event(*names: int, medium: str = "GPU") -> bytes:
+    event = {"type": "BlockRemoved", "block_hashes": names, "medium": medium}
     return msgspec.msgpack.encode([0.0, [event], 0])
 
 
@@ -78,6 +78,48 @@ def test_a_block_that_vllm_has_twice_is_held_until_both_are_gone() -> None:
     assert cached.apply(removed_event(1)).removed == ()
     assert len(cached.apply(removed_event(1)).removed) == 2
     assert cached.held_blocks == 0
+
+
+def offloaded_event(*names: int) -> bytes:
+    """Return an event of vLLM's OffloadingConnector, which has no tokens."""
+    event = {"type": "BlockStored", "block_hashes": names, "parent_block_hash": None}
+    event |= {"token_ids": [], "block_size": 0, "medium": "CPU", "group_idx": 0}
+    return msgspec.msgpack.encode([0.0, [event], 0])
+
+
+def test_blocks_in_host_memory_are_in_the_tier_of_the_index() -> None:
+    cached = CachedBlocks(has_tier=True)
+    salt = SEEDS[0].hex()
+    whole = tuple(block_hashes(SEEDS[0], LONG[:32]))
+
+    def tier(payload: bytes) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        (change,) = cached.apply(payload).tiers
+        assert change.tier == "memory"
+        return change.stored, change.removed
+
+    assert tier(stored_event([1], None, LONG[:32], salt)) == (whole, ())
+    assert tier(offloaded_event(1, 9)) == ((), ())
+    assert (cached.tier_blocks, cached.held_blocks) == (1, 2)
+    evicted = cached.apply(removed_event(1))
+    assert (evicted.removed, evicted.tiers[0].removed) == (whole, ())
+    assert cached.cached_tokens(whole, 32) == 0
+    assert cached.apply(removed_event(1)).removed == ()
+    back = cached.apply(stored_event([1], None, LONG[:32], salt))
+    assert (back.stored, back.tiers[0].stored) == (whole, ())
+    assert tier(removed_event(1, medium="CPU")) == ((), ())
+    assert tier(removed_event(1)) == ((), whole)
+    assert (cached.tier_blocks, cached.held_blocks) == (0, 0)
+    cached.apply(stored_event([1], None, LONG[:32], salt))
+    cached.apply(offloaded_event(1))
+    cached.apply(removed_event(1))
+    assert tier(removed_event(1, 9, medium="CPU")) == ((), whole)
+    cached.apply(stored_event([2], None, LONG[:32], salt))
+    cached.apply(offloaded_event(2))
+    lost = cached.clear()
+    assert set(lost.removed) == set(lost.tiers[0].removed) == set(whole)
+    without = CachedBlocks()
+    without.apply(stored_event([1], None, LONG[:32], salt))
+    assert without.apply(offloaded_event(1)).tiers == ()
 
 
 def test_blocks_with_other_names_in_vllm_may_be_one_in_the_index() -> None:

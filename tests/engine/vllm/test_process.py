@@ -102,9 +102,12 @@ def test_an_interpreter_without_the_package_of_the_hand_off_is_named(
     own.mkdir()
     (own / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert vllm_version(sys.executable).startswith("0.32.0 at ")
+    assert vllm_version(sys.executable) == f"0.32.0 at {sys.executable}"
     with pytest.raises(RuntimeError, match="hand_off: nixl needs the package nixl there"):
         vllm_version(sys.executable, "nixl")
+    newer = (own / "METADATA").read_text().replace("0.32.0", "0.99.0")
+    (own / "METADATA").write_text(newer)
+    assert "vLLM 0.99.0 is not a version that Baton was tested" in vllm_version(sys.executable)
 
 
 def test_an_interpreter_without_vllm_is_named() -> None:

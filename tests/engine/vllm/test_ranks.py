@@ -11,9 +11,10 @@ from baton.engine.remote.live_request import Saved
 from baton.engine.vllm.hand_off_baton import SaveReports
 from tests.engine.vllm.test_inside import connectors, note, vllm_config
 
-RANKS, LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 2, 3, 8, 2, 32, 16
+RANKS, LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 2, 3, 8, 4, 32, 16
 PAGES = BLOCKS * TOKENS // 16
-RANK_BYTES = HEADS * 16 * VALUES  # of half a page, in bf16
+HEAD_BYTES = 16 * VALUES  # of half a page, in bf16
+BLOCK_BYTES = 2 * HEAD_BYTES * HEADS // RANKS * 2  # of a layer and a rank
 
 
 @pytest.fixture
@@ -21,10 +22,16 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return connectors(monkeypatch)
 
 
+def heads_of(rank: int, ranks: int) -> slice:
+    """Return the KV heads of a rank, as vLLM divides them."""
+    first = rank * HEADS // ranks
+    return slice(first, first + max(HEADS // ranks, 1))
+
+
 class Vllm:
     """The connectors of the ranks of one vLLM, with their blocks and the pool that they map."""
 
-    def __init__(self, module: Any, folder: Path) -> None:
+    def __init__(self, module: Any, folder: Path, ranks: int = RANKS) -> None:
         folder.mkdir()
         (folder / "pool").touch()
         (folder / "generations").write_bytes(bytes(8 * PAGES))
@@ -33,16 +40,23 @@ class Vllm:
         self.module = module
         self.connectors: list[Any] = []
         self.caches: list[torch.Tensor] = []
-        for rank in range(RANKS):
-            one = module.BatonConnector(vllm_config("cpu", folder, rank, RANKS), None, None)
-            caches = torch.randn((LAYERS, BLOCKS, HEADS, TOKENS, VALUES)).bfloat16()
+        kv = torch.randn((LAYERS, BLOCKS, HEADS, TOKENS, VALUES)).bfloat16()
+        for rank in range(ranks):
+            config = vllm_config("cpu", folder, rank, ranks, HEADS)
+            one = module.BatonConnector(config, None, None)
+            caches = kv[:, :, heads_of(rank, ranks)].clone()
             one.register_kv_caches({f"layer {n}": cache for n, cache in enumerate(caches)})
             self.connectors.append(one)
             self.caches.append(caches)
         size = (folder / "pool").stat().st_size
-        assert size == LAYERS * 2 * PAGES * RANKS * RANK_BYTES
+        assert size == LAYERS * 2 * PAGES * HEADS * HEAD_BYTES
         mapped = torch.from_file(str(folder / "pool"), True, size, dtype=torch.uint8)
-        self.pool = mapped.view(LAYERS, 2, PAGES, RANKS * RANK_BYTES)
+        self.pool = mapped.view(LAYERS, 2, PAGES, HEADS, HEAD_BYTES)
+
+    def all_heads(self) -> torch.Tensor:
+        """Return the KV of all ranks, each head once."""
+        every = len(self.caches) // HEADS or 1
+        return torch.cat(self.caches[::every], 2)
 
     def compute(self, rank: int, blocks: list[int], pages: list[int], names: list[str]) -> None:
         """Compute layers of a step that fills blocks."""
@@ -83,12 +97,12 @@ async def test_ranks_save_into_one_pool_and_those_of_another_worker_load_from_it
     before = [one.clone() for one in decode.caches]
 
     prefill.save(1, blocks, pages)
-    parts = prefill.pool.view(LAYERS, 2, PAGES, RANKS, RANK_BYTES)
-    assert not parts[:, :, :, 0].any()
-    second = prefill.caches[1].view(torch.uint8).view(LAYERS, BLOCKS, 2, 2, RANK_BYTES)
+    assert not prefill.pool[:, :, :, :2].any()
+    own = prefill.caches[1].view(torch.uint8).view(LAYERS, BLOCKS, 2, 2, 2, HEAD_BYTES)
     for layer in range(LAYERS):
-        assert parts[layer, :, 2, 1].equal(second[layer, 6, 1])  # a block has two pages
-        assert parts[layer, :, 0, 1].equal(second[layer, 3, 0])
+        # a block has two pages
+        assert prefill.pool[layer, :, 2, 2:].equal(own[layer, 6, :, 1].transpose(0, 1))
+        assert prefill.pool[layer, :, 0, 2:].equal(own[layer, 3, :, 0].transpose(0, 1))
     prefill.save(0, blocks, pages)
     await asyncio.sleep(0.05)
     assert prefill.reported == [(7, 6, 1), (7, 6, 0)]
@@ -99,6 +113,27 @@ async def test_ranks_save_into_one_pool_and_those_of_another_worker_load_from_it
         assert await decode.load(rank, others, other_pages)
         assert decode.caches[rank][:, others].equal(prefill.caches[rank][:, blocks])
         assert decode.caches[rank][:, [0, 3, 4, 5, 6]].equal(before[rank][:, [0, 3, 4, 5, 6]])
+    prefill.close()
+    decode.close()
+
+
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 2), (2, 4), (4, 1), (2, 8), (8, 1)])
+async def test_pages_do_not_depend_on_the_number_of_ranks(
+    module: Any, tmp_path: Path, senders: int, receivers: int
+) -> None:
+    """Eight ranks have each of the four heads twice."""
+    torch.manual_seed(3)
+    prefill = Vllm(module, tmp_path / "prefill", senders)
+    decode = Vllm(module, tmp_path / "decode", receivers)
+    for rank in range(senders):
+        prefill.save(rank, [6, 0], [9, 2, 4, 15])
+    decode.pool[:] = prefill.pool
+    decode.connectors[0]._generations[[9, 2, 4, 15]] = 9
+    sent = prefill.all_heads()[:, [6, 0]]
+    assert not decode.all_heads()[:, [1, 7]].equal(sent)
+    for rank in range(receivers):
+        assert await decode.load(rank, [1, 7], [9, 2, 4, 15])
+    assert decode.all_heads()[:, [1, 7]].equal(sent)
     prefill.close()
     decode.close()
 
@@ -117,7 +152,7 @@ async def test_layers_are_saved_in_groups_as_soon_as_they_are_computed(
     vllm = Vllm(module, tmp_path / "vllm")
     saved: list[Saved] = []
     vllm.saves._on_saved = lambda generation, one, rank: saved.append(one)
-    monkeypatch.setattr(module, "_GROUP_BYTES", 2 * 4 * RANK_BYTES)  # two layers of one block
+    monkeypatch.setattr(module, "_GROUP_BYTES", 2 * BLOCK_BYTES)  # two layers of one block
     vllm.compute(0, [6], [9, 2], ["layer 0"])
     assert not vllm.pool.any()
     vllm.connectors[0].save_kv_layer("layer 1", None, None)

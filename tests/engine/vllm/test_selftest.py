@@ -110,7 +110,7 @@ async def test_a_server_that_keeps_exact_passes(vllm: Server) -> None:
     assert sum(vllm.waiting) > FACTS.step_tokens
     assert vllm.calls[-1] == "/reset_prefix_cache"
     proven = msgspec.structs.replace(FACTS, exact=first)
-    assert proven.numerics_id == f"{FACTS.numerics_id}/exact/{first}"
+    assert proven.numerics_id == f"{FACTS.numerics_id}/tp1/exact/{first}"
     smaller = msgspec.structs.replace(FACTS, step_tokens=700, blocks=300)
     assert await prove_exact(HttpOrigin.of_socket(vllm.socket), smaller, VOCABULARY) == first
     vllm.scored.bias = 0.1  # equal on all paths, as on another CPU

@@ -33,7 +33,7 @@ from tests.engine.vllm.test_engine import (
     translating,
 )
 
-HAND_OFF = f"{hand_off_id('baton', 32)}/amx"
+HAND_OFF = f"{hand_off_id('baton', 32, 1)}/amx"
 PAGES = 13  # of 200 tokens
 LAYERS = 5
 WHOLE = 12  # of them in whole blocks of vLLM, which have 32 tokens

@@ -20,7 +20,6 @@ from loadtest.lab.table import LABS, LabContext
 from tests.engine.cpu.integer_kernel import needs_integer_products
 from tests.matrix.tiny import write_tiny
 
-ROOT = Path(__file__).parents[3]
 app = typer.Typer()
 app.command()(lab)
 
@@ -59,22 +58,18 @@ def test_without_a_name_they_are_listed() -> None:
     told = run().output
     for name in LABS:
         assert name in told
-    assert "unknown lab 'nonsense'; use one of capacity, prefix" in run("nonsense", code=1).stderr
+    assert (
+        "unknown lab 'nonsense'; use one of chunks, speculation" in run("nonsense", code=1).stderr
+    )
 
 
 def test_a_lab_leaves_results_and_a_report_and_says_what_it_found(
     tiny: str, tmp_path: Path
 ) -> None:
-    told = run("capacity", "--quick", "--model", tiny, "--threads", 1, "--out", tmp_path)
+    told = run("chunks", "--quick", "--model", tiny, "--threads", 1, "--out", tmp_path)
     assert told.stderr.startswith("starting an engine with ")
-    found = left_in(tmp_path, "capacity").findings
+    found = left_in(tmp_path, "chunks").findings
     assert found.sentence in " ".join(told.output.split())
-    # 80 tokens are 5 blocks; 30 blocks hold 6 such requests: the 7th is one too many.
-    assert found.parameters["requests that fit, predicted"] == 6
-    preempted = {row[0]: row[3] for row in found.rows}
-    assert preempted[6] == 0
-    assert preempted[7] > 0
-    assert found.parameters["longest request accepted, tokens"] == 30 * 16
 
 
 def test_a_lab_shows_what_it_waits_for_before_its_first_point(
@@ -106,16 +101,6 @@ def test_a_lab_shows_how_much_of_its_load_is_left(
     assert "waiting for the load\n" in capsys.readouterr().err
 
 
-def test_continuous_batching_takes_fewer_steps(tiny: str, tmp_path: Path) -> None:
-    run("batching", "--quick", "--model", tiny, "--threads", 1, "--out", tmp_path)
-    for row in left_in(tmp_path, "batching").findings.rows:
-        assert row[6] < row[5]
-
-
-def test_a_lab_that_needs_a_fleet_says_so() -> None:
-    assert "set --url or --fleet FILE" in run("prefix", "--quick", code=1).stderr
-
-
 def test_a_lab_that_fails_says_so(tmp_path: Path) -> None:
     failed = run("chunks", "--model", tmp_path / "nowhere", "--out", tmp_path / "x", code=1)
     assert "ended with exit code 1" in failed.stderr
@@ -133,7 +118,7 @@ def test_an_emulated_subject_is_named_in_the_report_and_nothing_in_it_is_html() 
         sentence="It was so.",
     )
     results = LabResults(
-        lab="prefix",
+        lab="split",
         question="Why?",
         command="baton lab",
         created="2026-11-22T00:00:00+00:00",
@@ -165,19 +150,6 @@ def test_an_emulated_subject_is_named_in_the_report_and_nothing_in_it_is_html() 
 def test_each_engine_lab_runs_on_the_real_model(name: str, tmp_path: Path) -> None:
     run(name, "--quick", "--out", tmp_path)
     left_in(tmp_path, name)
-
-
-@pytest.mark.slow
-@pytest.mark.fleet
-@pytest.mark.timeout(600)
-def test_each_fleet_lab_runs_on_a_fleet_of_its_own(tmp_path: Path) -> None:
-    file = ROOT / "deploy" / "local.yaml"
-    run("prefix", "--quick", "--fleet", file, "--out", tmp_path / "prefix")
-    prefix = left_in(tmp_path / "prefix", "prefix").findings
-    assert all(row[1] > 0.8 * row[0] for row in prefix.rows), "the beginning was found"
-    run("cancellation", "--quick", "--fleet", file, "--out", tmp_path / "cancellation")
-    cancelled = left_in(tmp_path / "cancellation", "cancellation").findings
-    assert all(row[3:] == [0, 0] for row in cancelled.rows)
 
 
 @pytest.mark.slow

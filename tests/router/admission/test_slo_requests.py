@@ -43,6 +43,15 @@ async def test_a_request_that_can_be_good_is_served_and_counted(make_fleet):
     await until(lambda: outcomes(fleet).get("good") == 1)
 
 
+@pytest.mark.parametrize("value", ["0", "-5", "soon", "nan"])
+async def test_headers_of_llm_d_that_are_no_limit_are_none(make_fleet, value):
+    """As `parseFloatHeaderValue` of its `admitter/latencyslo/plugin.go` at ebab6879."""
+    fleet = await make_fleet({"decode-0": Script()})
+    for name in ("x_llm_d_slo_ttft_ms", "x_slo_tpot_ms"):
+        assert (await call(fleet, **{name: value})).status_code == 200
+    assert (await call(fleet, x_baton_slo_ttft_ms=value)).status_code == 400
+
+
 async def test_a_busy_fleet_refuses_with_a_time_and_a_sentence(make_fleet):
     """The worker says that it generates 31 responses of 32: steps are beyond the limit."""
     fleet = await make_fleet(

@@ -1,9 +1,11 @@
 """What load balancers, benches and ported probes ask: in vLLM's shapes."""
 
 import asyncio
+import json
 
 from baton.config.clients import ApiKeyConfig
-from tests.router.conftest import until
+from tests.engine.vllm.record import RECORDED
+from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
 from tests.router.operators.test_operations import samples
 
@@ -67,9 +69,12 @@ async def test_server_info_has_vllms_names_and_is_for_operators(make_fleet):
     one, ops = ({"authorization": f"Bearer {key}"} for key in KEYS)
     assert (await fleet.http.get("/server_info", headers=one)).status_code == 403
     answer = await fleet.http.get("/server_info?config_format=json", headers=ops)
-    assert answer.json().keys() == {"vllm_config", "vllm_env", "system_env"}
-    [config] = answer.json()["vllm_config"].values()
-    assert config["model_config"]["max_model_len"] == 8192
-    assert config["cache_config"]["block_size"] == 16
+    recorded = json.loads((RECORDED / "server_info.json").read_text())  # of a real vLLM
+    config = answer.json()["vllm_config"]
+    for place, key in (("model_config", "max_model_len"), ("cache_config", "block_size")):
+        assert isinstance(recorded["vllm_config"][place][key], int)
+        assert config[place][key] == {"max_model_len": 8192, "block_size": 16}[key]
+    assert answer.json().keys() == {"vllm_config", "vllm_env", "system_env", "models"}
+    assert answer.json()["models"] == {MODEL: config}
     text = (await fleet.http.get("/server_info", headers=ops)).json()["vllm_config"]
     assert "'max_model_len': 8192" in text

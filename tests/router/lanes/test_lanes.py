@@ -68,7 +68,7 @@ async def test_each_model_has_its_own_context_and_template(two_lanes) -> None:
     assert (await lanes.post("/v1/completions", model="smollm2", **body)).status_code == 200
     answer = await lanes.post("/v1/completions", model=OTHER, **body)
     assert answer.status_code == 400
-    assert f"context for prompt and answer together is {CONTEXT} tokens" in answer.text
+    assert f"maximum context length is {CONTEXT} tokens for prompt and answer" in answer.text
     tokens = {}
     for name in ("smollm2", OTHER):
         found = await lanes.post("/tokenize", model=name, messages=CHAT["messages"])

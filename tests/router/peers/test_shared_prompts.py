@@ -22,7 +22,7 @@ from tests.router.conftest import until
 from tests.router.requests.fake_links import FakeLink, fake_gateway, request, run
 
 PREFIX = tuple(range(6000))
-OWN = 1500
+OWN = 500
 WORKERS = 2
 
 

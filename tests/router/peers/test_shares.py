@@ -225,7 +225,7 @@ async def test_two_routers_keep_to_one_window_and_serve_tenants_alike(make_fleet
     """A tenant that asks both has no more than one that asks one of them."""
     registries = [Registry(redis_server.url, "shares") for _ in range(2)]
     window = 12
-    worker = SteppedWorker("decode-0", 0.003)
+    worker = SteppedWorker("decode-0", 0.003, 8192)
     await worker.start()
     steps = asyncio.create_task(worker.run())
     fleets = [

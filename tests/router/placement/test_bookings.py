@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.booked_load import Booking, LoadBook
 from router.routing.placement.cost import WorkerLoad, price
 from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_sources import Source
@@ -92,3 +92,14 @@ def test_a_request_past_baton_is_booked_until_it_is_released() -> None:
     assert placer.book.unreported("d")[:3:2] == (0, 1)
     placer.book.release(past.request_id)
     assert not any(placer.book.unreported("d"))
+
+
+@pytest.mark.parametrize(("whole", "settles_ms"), [(False, 50), (True, 20)])
+def test_an_engine_behind_http_reports_a_prompt_at_once(whole: bool, settles_ms: int) -> None:
+    """Counted twice until then, its queue looked up to three times as long as it was."""
+    book = LoadBook()
+    book.book("a", "r", Booking(tokens=100, streams=1, at_ns=SECOND, whole=whole))
+    book.reported("a", SECOND + settles_ms * 1_000_000 - 1)
+    assert book.unreported("a").tokens == 100
+    book.reported("a", SECOND + settles_ms * 1_000_000)
+    assert book.unreported("a").tokens == 0

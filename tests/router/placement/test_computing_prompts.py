@@ -315,3 +315,15 @@ def test_both_tables_are_bounded(monkeypatch):
     assert list(few.computing.shared(STRANGER)) == []
     long = b"".join(number.to_bytes(16, "little") for number in range(262_144))
     assert not few.computing.begin("long", long, placed("a"), 0)
+
+
+def test_siblings_wait_until_those_ahead_take_longer_than_computing_again(fleet):
+    """Each has 20 blocks of its own: 0.32 s. A wait may be 1.2 s longer than computing."""
+    waits = [fleet.ask(f"s{number}") for number in range(6)]
+    assert [wait is not None for wait in waits] == [True, True, True, True, False, False]
+    assert fleet.waits.leave("s1")
+    assert fleet.ask("s5") is not None
+    assert fleet.ask("s0") is not None, "one that waits has its place"
+    for name in ("s0", "s2", "s3", "s5"):
+        fleet.waits.leave(name)
+    assert waits[0].prompt.waiting_s == pytest.approx(0)

@@ -1,10 +1,16 @@
 """Sessions that pause are counted where they will come again, and new ones are spread."""
 
+import random
+
 import pytest
 
+from baton.types.params import SamplingParams
+from benchmarks.placement import fleet, placer_of
 from loadtest.simulator.setup import Setup
 from loadtest.simulator.simulation import Simulation
 from loadtest.workloads.traces import TraceRequest
+from router.request import GenerationRequest
+from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.resident_sessions import ResidentSessions
 
 MINUTE_NS = 60 * 10**9
@@ -19,13 +25,13 @@ def prompt(blocks: int, session: int = 0) -> bytes:
 def test_a_turn_continues_the_session_whose_prompt_it_begins_with():
     sessions = ResidentSessions()
     sessions.note(prompt(120), b"", "a", 0)
-    assert sessions.tip(prompt(150, session=1), 100) == b""
+    assert not sessions.find(prompt(150, session=1), 100).tip
     # The response of ten blocks is cached, too.
-    tip = sessions.tip(prompt(150), 130)
+    tip = sessions.find(prompt(150), 130).tip
     assert tip == prompt(120)[-16:]
     sessions.note(prompt(150), tip, "b", 0)
     assert sessions.expected_delays(["a", "b"]) == [0.0, 0.2]
-    assert sessions.tip(prompt(170), 150) == prompt(150)[-16:]
+    assert sessions.find(prompt(170), 150).tip == prompt(150)[-16:]
 
 
 def test_sessions_are_forgotten_after_minutes():
@@ -33,9 +39,27 @@ def test_sessions_are_forgotten_after_minutes():
     for session in range(10):
         sessions.note(prompt(120, session), b"", "a", session * MINUTE_NS)
     assert sessions.expected_delays(["a", "b"]) == [pytest.approx(0.2 * 5**2), 0.0]
-    assert sessions.tip(prompt(150, session=2), 120) == b""
+    assert not sessions.find(prompt(150, session=2), 120).tip
     sessions.note(prompt(120, 9), prompt(120, 9)[-16:], "a", 30 * MINUTE_NS)
     assert sessions.expected_delays(["a", "b"]) == [pytest.approx(0.2), 0.0]
+
+
+def test_a_session_is_recognised_when_it_is_short_and_when_it_was_evicted():
+    placer = placer_of(fleet(0, 4, random.Random(1)))
+    continues = []
+    for number, tokens in enumerate((320, 664, 664)):
+        request = GenerationRequest(
+            request_id=str(number),
+            prompt=tuple(range(tokens)),
+            sampling=SamplingParams(max_tokens=8),
+            arrived_ns=0,
+            deadline_ns=10**18,
+        )
+        quote = placer.quote(request)
+        placer._prefix_index = PrefixIndex()  # which expects no blocks
+        placer.place(request, quote=quote)
+        continues.append(quote.session.continues)
+    assert continues == [False, True, False], "the last one repeats a prompt"
 
 
 def paced(*, sessions: int, turns: int, pause_s: float, first: int = 1000) -> list[TraceRequest]:

@@ -234,6 +234,20 @@ class TestAnAnswerGoesOn:
         page = (await fleet.http.get("/metrics")).text
         assert 'baton_migrations_total{reason="worker leaving"} 1.0' in page
 
+    async def test_it_stays_where_all_workers_leave_one_after_the_other(self, make_fleet, model):
+        fleet = await make_fleet({"decode-0": Script(step_s=0.05)})
+
+        async def then():
+            other = await fleet.add("decode-1", Script(step_s=0.001))
+            only(fleet).state = "draining"
+            await asyncio.sleep(0.3)
+            other.state = "draining"
+
+        events = await self.stream(fleet, 8, then, **SIXTY_TOKENS)
+        assert self.texts(events) == [text_of(model, 60)]
+        assert not only(fleet).cancels
+        assert not fleet.workers["decode-1"].submissions
+
     async def test_it_stays_where_nobody_else_could_take_it(self, make_fleet, model):
         fleet = await make_fleet({"decode-0": Script(step_s=0.01)})
 

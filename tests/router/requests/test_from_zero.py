@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from baton.registry.router_demands import PlannedSizes
 from baton.registry.types import WorkerRecord
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
@@ -69,3 +70,36 @@ async def test_an_empty_fleet_is_healthy_only_if_it_may_be_empty(make_fleet, emp
     fleet = await make_fleet({}, starts_from_zero=empty)
     for path in ("/health", "/health/ready"):
         assert (await fleet.http.get(path)).status_code == status
+
+
+async def test_a_model_that_is_asleep_waits_for_an_operator(make_fleet):
+    fleet = await make_fleet({}, starts_from_zero=True)
+    gateway = fleet.lane.gateway
+    queued = asyncio.create_task(fleet.chat())
+    await until(lambda: gateway.admission.waiting == 1)
+    fleet.lane.planned(PlannedSizes(asleep="wait"))
+    gateway.pump()
+    later = await fleet.chat()
+    assert [(await queued).status_code, later.status_code] == [503, 503]
+    assert "an operator loads it" in later.json()["error"]["message"]
+    assert (await fleet.http.get("/health")).status_code == 503
+    fleet.lane.planned(PlannedSizes())
+    woken = asyncio.create_task(fleet.chat())
+    await until(lambda: gateway.admission.waiting == 1)
+    await fleet.add("decode-0")
+    assert (await woken).status_code == 200
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("abort", "abort"), ("wait", "length")])
+async def test_a_sleep_ends_requests_or_lets_them_end(make_fleet, mode, reason):
+    """As `finish_requests(None, FINISHED_ABORTED)` of vLLM's scheduler does."""
+    fleet = await make_fleet({"decode-0": Script(step_s=0.02)})
+    gateway = fleet.lane.gateway
+    call = asyncio.create_task(fleet.chat(max_tokens=30))
+    await until(lambda: any(a.record.completion_tokens > 2 for a in gateway.active.values()))
+    for _ in range(2):
+        fleet.lane.planned(PlannedSizes(asleep=mode))
+    answer = (await call).json()
+    assert answer["choices"][0]["finish_reason"] == reason
+    assert (answer["usage"]["completion_tokens"] == 30) == (mode == "wait")
+    assert (await fleet.chat()).status_code == 503

@@ -85,6 +85,9 @@ async def test_a_worker_that_drains_gives_what_its_answers_need_elsewhere(model)
     tell(gateway, leaving, PROMPT + answer)
     say(leaving, state="draining")
     leaving.say(status=leaving.status)
+    assert not other.sent("submit") + other.unary, "the other one may leave as well"
+    await asyncio.sleep(0.6)
+    leaving.say(status=leaving.status)
     sent = (other.sent("submit") + other.unary)[-1]
     assert sent.emitted and sent.prefix.worker_id == "decode-0"
     assert sent.prefix.blocks == (len(PROMPT) + len(answer)) // 16

@@ -164,6 +164,18 @@ async def test_a_drained_worker_is_parked_and_stays_in_sight_of_every_router():
         assert [slot.is_wanted for slot in table] == [False]
 
 
+@pytest.mark.parametrize("intent", ["leave", "park"])
+async def test_a_worker_that_is_about_to_drain_takes_no_requests(worker, intent):
+    directory = StaticDirectory([record_of("decode-0", worker.address)])
+    async with running(directory) as (table, _):
+        await until(lambda: table.usable)
+        directory.put(msgspec.structs.replace(record_of("decode-0", worker.address), intent=intent))
+        await until(lambda: not table.usable)
+        assert state(table) == "ready", "it has not said that it drains"
+        directory.put(record_of("decode-0", worker.address))
+        await until(lambda: table.usable)
+
+
 async def test_only_proof_counts_as_a_death(worker):
     """Defect 8: silence and an orderly end are none; refusal and another incarnation are."""
     directory = StaticDirectory([record_of("decode-0", worker.address)])

@@ -127,6 +127,13 @@ inline void pack_values(const uint8_t* values, long token_bytes, int valid, int 
   }
 }
 
+// The cache to prefetch into. On Zen 5, prefetching into L2 alone takes up to 1.6 times as long.
+#ifdef __AMX_TILE__
+constexpr auto kNear = _MM_HINT_T1;
+#else
+constexpr auto kNear = _MM_HINT_T0;
+#endif
+
 // Prefetches the next step's K and V of a head during this one's computation, a token at a time: pages
 // lie anywhere, so no hardware predicts them, and all at once they would wait for each other.
 class Ahead {
@@ -141,8 +148,8 @@ class Ahead {
     const Vectors& block = blocks_[at_ / kBlock];
     const long token = at_ % kBlock * token_bytes_;
     for (long line = 0; line < bytes_; line += 64) {
-      _mm_prefetch(block.keys + token + line, _MM_HINT_T1);
-      _mm_prefetch(block.values + token + line, _MM_HINT_T1);
+      _mm_prefetch(block.keys + token + line, kNear);
+      _mm_prefetch(block.values + token + line, kNear);
     }
     ++at_;
   }

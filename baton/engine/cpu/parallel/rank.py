@@ -27,7 +27,7 @@ from baton.engine.cpu.native.library import choose_native
 from baton.engine.cpu.parallel import rank_processes as ranks
 from baton.engine.cpu.parallel.shard import Group, Shard
 from baton.engine.cpu.runner import CpuRunner
-from baton.engine.ipc import FrameReader, map_pool
+from baton.engine.ipc import FrameReader, map_pool, own_pool
 from baton.engine.models.lora import Adapter
 from baton.engine.numerics import DTYPES, Numerics, numerics_of
 from baton.engine.parent import die_with_parent
@@ -110,10 +110,7 @@ class Rank:
         geometry = order.geometry
         shard = self._model.shard
         held = geometry if shard is None else shard.held(geometry)
-        if order.shared:
-            pool = map_pool(self._pool_fd, held)
-        else:
-            pool = memoryview(bytearray(held.pool_bytes))
+        pool = map_pool(self._pool_fd, held) if order.shared else own_pool(held)
         runner = CpuRunner(
             self._model,
             pool,

@@ -8,8 +8,9 @@ event of the stream on which vLLM computes: a save reads what the step has writt
 writes when no earlier step writes into its blocks any more. Each direction has two pinned buffers,
 so that one travels while the thread copies the other. A buffer has arrived with its event.
 
-The bytes of a block are copied as they are: page p has the p-th part of them. ``order`` names their
-order, which must be equal for the two workers of a hand-off.
+The bytes of a head in a block are copied as they are: page p has the p-th part of them, beside
+those of the other heads. So a page does not depend on the number of ranks that fill it. ``order``
+names the order of a head's bytes, which must be equal for the two workers of a hand-off.
 """
 
 import itertools
@@ -44,8 +45,8 @@ class CpuCopies:
     """Copies on CPUs.
 
     Args:
-        layers: Bytes of the blocks of each layer, ``[blocks, bytes]``.
-        pool: Bytes of the pages, ``[layers, 2, pages, bytes]``.
+        layers: Blocks of each layer as bytes, ``[blocks, heads, tokens, bytes]``.
+        pool: Pages as bytes, ``[layers, 2, pages, heads, bytes]``.
     """
 
     in_background = False  # saves have ended when ``save`` returns
@@ -58,7 +59,7 @@ class CpuCopies:
     def layers_and_order(
         caches: dict[str, torch.Tensor], vllm_config: Any, kv_cache_config: Any
     ) -> tuple[list[torch.Tensor], str]:
-        """Return the bytes of the blocks of each layer, and the name of their order.
+        """Return the blocks of each layer as bytes, and the name of the order in a head.
 
         Raises:
             NotImplementedError: They have another shape than this class copies.
@@ -69,7 +70,7 @@ class CpuCopies:
                 raise _unequal(cache)
         _, _, tokens, values = first.shape
         kind = vllm_config.cache_config.cache_dtype
-        layers = [cache.view(torch.uint8).view(len(cache), -1) for cache in caches.values()]
+        layers = [cache.view(torch.uint8) for cache in caches.values()]
         return layers, _get_attn_isa(first.dtype, tokens, values // 2, kind)
 
     def mark(self) -> None:
@@ -86,7 +87,7 @@ class CpuCopies:
         """Copy pages into blocks."""
         rows, columns = torch.tensor(blocks), torch.tensor(pages)
         for layer, of_layer in zip(self._layers, self._pool, strict=True):
-            layer[rows] = _read(of_layer, columns, len(blocks))
+            layer[rows] = _read(of_layer, columns, layer[: len(rows)].shape)
 
     def wait_for_saves(self) -> None:
         """Do nothing: all saves have ended."""
@@ -99,8 +100,8 @@ class CudaCopies:
     """Copies on a GPU, for KV of vLLM's FlashAttention.
 
     Args:
-        layers: Bytes of the blocks of each layer, ``[blocks, bytes]``, on the GPU.
-        pool: Bytes of the pages, ``[layers, 2, pages, bytes]``.
+        layers: Blocks of each layer as bytes, ``[blocks, heads, tokens, bytes]``, on the GPU.
+        pool: Pages as bytes, ``[layers, 2, pages, heads, bytes]``.
         cuda: Module with streams and events.
     """
 
@@ -109,12 +110,13 @@ class CudaCopies:
     def __init__(
         self, layers: list[torch.Tensor], pool: torch.Tensor, cuda: Any = torch.cuda
     ) -> None:
-        self._layers = layers
+        self._tokens_first = not layers[0].is_contiguous()
+        self._layers = [self._turned(layer) for layer in layers]  # in the order of the memory
         self._pool = pool
         self._cuda = cuda
         self._device = layers[0].device
-        self._piece = max(_BUFFER_BYTES // layers[0].shape[1], 1)  # blocks of a buffer
-        shape = (self._piece, layers[0].shape[1])
+        self._piece = max(_BUFFER_BYTES // layers[0][0].numel(), 1)  # blocks of a buffer
+        shape = (self._piece, *self._layers[0].shape[1:])
         self._saved = [_pinned(shape), _pinned(shape)]
         self._loaded = [_pinned(shape), _pinned(shape)]
         self._save_stream = cuda.Stream(self._device)
@@ -126,7 +128,7 @@ class CudaCopies:
     def layers_and_order(
         caches: dict[str, torch.Tensor], vllm_config: Any, kv_cache_config: Any
     ) -> tuple[list[torch.Tensor], str]:
-        """Return the bytes of the blocks of each layer, and the name of their order.
+        """Return the blocks of each layer as bytes, and the name of the order in a head.
 
         Raises:
             NotImplementedError: They have another shape than this class copies.
@@ -145,19 +147,12 @@ class CudaCopies:
         for cache in caches.values():
             if cache.dim() != 4 or cache.shape != first.shape or cache.stride() != first.stride():
                 raise _unequal(cache)
-        caches_in_order = list(caches.values())
-        if first.transpose(1, 2).is_contiguous():
-            order = "LBNHC"
-            caches_in_order = [one.transpose(1, 2) for one in caches_in_order]
-        elif first.is_contiguous():
-            order = "LBHNC"
-        else:
+        if not (first.is_contiguous() or first.transpose(1, 2).is_contiguous()):
             raise NotImplementedError(
                 "hand_off: baton copies KV in the layouts LBNHC and LBHNC of vLLM, not "
                 f"{tuple(first.shape)} with strides {first.stride()}"
             )
-        layers = [one.view(torch.uint8).view(len(one), -1) for one in caches_in_order]
-        return layers, f"{_FLASH}-{order}"
+        return [cache.view(torch.uint8) for cache in caches.values()], _FLASH
 
     def mark(self) -> Any:
         """Return an event behind all that vLLM has started on its stream."""
@@ -190,7 +185,8 @@ class CudaCopies:
                 if number > 1:
                     sent[number - 2].synchronize()  # its buffer is used again
                 buffer = self._loaded[number % 2][: len(rows)]
-                buffer.copy_(_read(of_layer, columns, len(rows)))
+                turned = self._turned(buffer)
+                turned.copy_(_read(of_layer, columns, turned.shape))
                 with self._cuda.stream(self._load_stream):
                     layer[rows.to(self._device)] = buffer.to(self._device, non_blocking=True)
                     sent.append(self._recorded(self._load_stream))
@@ -236,7 +232,11 @@ class CudaCopies:
         if piece is not None:
             of_layer, columns, buffer, event = piece
             event.synchronize()
-            _write(of_layer, columns, buffer)
+            _write(of_layer, columns, self._turned(buffer))
+
+    def _turned(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return blocks with their heads before their tokens, or in the order of the memory."""
+        return blocks.transpose(1, 2) if self._tokens_first else blocks
 
     def _pieces(
         self, blocks: list[int], pages: list[int], layers: slice = slice(None)
@@ -262,16 +262,20 @@ _KINDS: dict[str, type[CpuCopies | CudaCopies]] = {"cpu": CpuCopies, "cuda": Cud
 
 
 def _write(of_layer: torch.Tensor, pages: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Write blocks, ``[blocks, bytes]``, into the pages of a layer."""
-    of_layer[:, pages] = blocks.view(len(pages), 2, -1).transpose(0, 1)
+    """Write blocks, ``[blocks, heads, tokens, bytes]``, into the pages of a layer."""
+    count, heads = blocks.shape[:2]
+    parts = blocks.reshape(count, heads, len(pages) // count, 2, -1)  # of each page and its halves
+    of_layer[:, pages] = parts.permute(3, 0, 2, 1, 4).reshape(2, len(pages), heads, -1)
 
 
-def _read(of_layer: torch.Tensor, pages: torch.Tensor, blocks: int) -> torch.Tensor:
-    """Return the bytes of blocks, ``[blocks, bytes]``, from the pages of a layer."""
-    return of_layer[:, pages].transpose(0, 1).reshape(blocks, -1)
+def _read(of_layer: torch.Tensor, pages: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return blocks of a shape ``[blocks, heads, tokens, bytes]`` from the pages of a layer."""
+    count, heads = shape[:2]
+    parts = of_layer[:, pages].view(2, count, len(pages) // count, heads, -1)
+    return parts.permute(1, 3, 2, 0, 4).reshape(shape)
 
 
-def _pinned(shape: tuple[int, int]) -> torch.Tensor:
+def _pinned(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
 
 

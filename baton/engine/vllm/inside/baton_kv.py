@@ -3,13 +3,13 @@
     prefill    vLLM computes a prompt ── save ──▶ pages ──▶ transports of Baton, which verify
     decode     transports of Baton ──▶ pages ── load ──▶ vLLM computes the rest of the prompt
 
-The pages are the KV pool that the worker's shell has mapped: ``[layer, k|v, page, bytes]``. A block
-of vLLM fills several pages. The bytes of a block are copied as they are, because the attention
+The pages are the KV pool that the worker's shell has mapped: ``[layer, k|v, page, head, bytes]``. A
+block of vLLM fills several pages. The bytes of a head are copied as they are, because the attention
 backend orders them for its kernels, see ``baton_copies.py``. So only whole blocks move.
 
-With tensor parallelism each rank has this connector, and copies its own KV heads. Each half of a
-page has the bytes of rank 0, then those of rank 1, and so on. Both workers have the same width,
-because it is a part of the numerics id.
+With tensor parallelism each rank has this connector, and copies its own KV heads. A page has the
+heads of all ranks in order, so that workers of unequal width exchange pages. Ranks with the same
+head write the same bytes.
 
 Requests name their pages in ``kv_transfer_params``: ``save_pages`` has one for each page of the
 whole blocks of the prompt from ``first_token`` on, and ``load_pages`` the same.
@@ -32,6 +32,7 @@ generation of each page, and a load fails unless that is its own when the bytes 
 """
 
 import contextlib
+import math
 import mmap
 import os
 import socket
@@ -211,9 +212,11 @@ class BatonConnector(KVConnectorBase_V1):
                 f"divides them into {tokens}: use `--block-size {tokens}`"
             )
         pages = len(layers[0]) * tokens // _PAGE_TOKENS
-        half_bytes = layers[0].shape[1] * _PAGE_TOKENS // tokens // 2
-        shape = (len(layers), 2, pages, half_bytes * self._ranks)
-        size = len(layers) * 2 * pages * half_bytes * self._ranks
+        heads = layers[0].shape[1]
+        all_heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        head_bytes = layers[0][0, 0].numel() * _PAGE_TOKENS // tokens // 2
+        shape = (len(layers), 2, pages, all_heads, head_bytes)
+        size = math.prod(shape)
         extra = self._kv_transfer_config.kv_connector_extra_config
         descriptor = os.open(extra["pool"], os.O_RDWR)
         try:
@@ -223,8 +226,9 @@ class BatonConnector(KVConnectorBase_V1):
             os.close(descriptor)
         pool = torch.frombuffer(mapped, dtype=torch.uint8).view(shape)
         self._layers = list(kv_caches)
-        self._block_bytes = layers[0].shape[1]
-        self._copies = self._kind(layers, pool.narrow(3, half_bytes * self._rank, half_bytes))
+        self._block_bytes = layers[0][0].numel()
+        first = self._rank * all_heads // self._ranks
+        self._copies = self._kind(layers, pool.narrow(3, first, heads))
         path = extra["generations"]
         self._generations = torch.from_file(path, shared=True, size=pages, dtype=torch.long)
         Path(extra["order"]).write_text(order)

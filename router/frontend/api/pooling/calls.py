@@ -117,7 +117,6 @@ def _tokens(
     if len(tokens) > limit:
         raise PromptTooLongError.at(
             name,
-            f"has {len(tokens)} tokens; this model's context is {limit}; cut it with "
-            "`truncate_prompt_tokens: -1`",
+            f"has {len(tokens)} tokens; {model.context}; cut it with `truncate_prompt_tokens: -1`",
         )
     return tokens
