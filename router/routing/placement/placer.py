@@ -273,6 +273,8 @@ class Placer:
         is_long = computes.prompt_s(length, context_tokens(0, length)) >= LEAST_S
         worker_id = computes.worker_id if is_long else ""
         self._sessions.note(quote.hashes, quote.session.tip, worker_id, at_ns)
+        if is_long and quote.session.continues:
+            self._sessions.turn_s.add(chosen.terms.compute_s)
         if self.computing.begin(request.request_id, quote.hashes, chosen, at_ns):
             return
         self._prefix_index.expect(computes.incarnation, quote.hashes, at_ns)
@@ -336,7 +338,7 @@ class Placer:
         if cheapest.computes.prompt_s(tokens, context_tokens(0, tokens)) < LEAST_S:
             return []
         workers, alone_s = zip(*priced, strict=True)
-        turn_s = cheapest.terms.compute_s
+        turn_s = max(cheapest.terms.compute_s, self._sessions.turn_s.value)
         tip = prompt.session.tip if prompt.session.is_cached else b""
         delays = zip(alone_s, self._sessions.expected_delays(workers, tip), strict=True)
         costs_s = [cost_s + turn_s * turns for cost_s, turns in delays]

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from baton.telemetry.running_mean import RunningMean
 from router.routing.placement.block_table import HASH_BYTES
 
 # Expected part of a turn's time by which each other session at a worker delays it.
@@ -19,6 +20,7 @@ _MOST_MORE = 20  # sessions more than at the worker with fewest that count
 _KEPT_NS = 300_000_000_000  # after the last turn of a session
 _MAX_SESSIONS = 65_536
 _MAX_ANSWER_BLOCKS = 256  # cached behind a tip
+_TURN_WEIGHT = 0.05  # of one turn in the mean of their times
 
 
 class _Turn(NamedTuple):
@@ -44,11 +46,16 @@ BEGINS = PromptSession()
 
 
 class ResidentSessions:
-    """Tips of recent sessions. Sessions are recognised by their prompts alone."""
+    """Tips of recent sessions. Sessions are recognised by their prompts alone.
+
+    Attributes:
+        turn_s: Usual time to compute a turn after the first.
+    """
 
     def __init__(self) -> None:
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()  # by tip
         self._count: Counter[str] = Counter()
+        self.turn_s = RunningMean(_TURN_WEIGHT)
 
     def find(self, hashes: bytes, cached_blocks: int) -> PromptSession:
         """Return the session that a prompt continues or begins.

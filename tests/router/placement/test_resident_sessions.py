@@ -70,12 +70,15 @@ def test_a_session_is_recognised_when_it_is_short_and_when_it_was_evicted():
     assert continues == [False, True, False], "the last one repeats a prompt"
 
 
-def paced(*, sessions: int, turns: int, pause_s: float) -> list[TraceRequest]:
-    """Sessions with a common prompt of 18,000 tokens, one a second, and a pause between turns."""
+def paced(*, sessions: int, turns: int, pause_s: float, first: int = 1000) -> list[TraceRequest]:
+    """Sessions with a common prompt of 18,000 tokens, one a second, and a pause between turns.
+
+    A turn adds 1,000 tokens, the first one ``first``.
+    """
     trace = []
     for session in range(sessions):
         for turn in range(turns):
-            tokens = 19_000 + 1000 * turn
+            tokens = 18_000 + first + 1000 * turn
             own = [f"{session}/{block}" for block in range(18_000 // 16, -(-tokens // 16))]
             names = (*map(str, range(18_000 // 16)), *own)
             at_s = session * (1 + 1 / 64) + turn * (pause_s + 1 / 32)
@@ -84,12 +87,18 @@ def paced(*, sessions: int, turns: int, pause_s: float) -> list[TraceRequest]:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "mode"), [(0, 4, "colocated"), (4, 4, "disaggregated")]
+    ("prefill", "decode", "mode", "pause_s", "first"),
+    [
+        (0, 4, "colocated", 10.0, 1000),
+        (0, 4, "colocated", 60.0, 1000),
+        (0, 4, "colocated", 10.0, 50),  # first turns are much shorter than later ones
+        (4, 4, "disaggregated", 10.0, 1000),
+        (4, 4, "disaggregated", 60.0, 1000),
+    ],
 )
-@pytest.mark.parametrize("pause_s", [10.0, 60.0])
-def test_forty_paced_sessions_are_spread_over_four_workers(prefill, decode, mode, pause_s):
+def test_forty_paced_sessions_are_spread_over_four_workers(prefill, decode, mode, pause_s, first):
     """Between their turns no worker has load: all sessions went to two of the four."""
-    trace = paced(sessions=40, turns=6, pause_s=pause_s)
+    trace = paced(sessions=40, turns=6, pause_s=pause_s, first=first)
     setup = Setup(
         prefill_workers=prefill,
         decode_workers=decode,

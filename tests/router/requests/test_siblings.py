@@ -63,9 +63,9 @@ async def test_siblings_are_placed_when_their_prefix_is_there(fleet):
     assert names(links) == ["first"]
     computed(gateway, holder, "first")
     await looked()
-    assert sorted(names(links)) == ["first", "s0", "s1"]
-    # One pulls the prefix to the other worker, and the third waits for that.
-    (puller,) = [sibling for sibling in waiting[:2] if sibling.placement.prefix]
+    assert {"first", "s0", "s1"} <= set(names(links))
+    # One pulls the prefix to the other worker. The third waits for that, or behind the first two.
+    (puller,) = [sibling for sibling in waiting if sibling.placement and sibling.placement.prefix]
     other = next(link for link in links if link is not holder)
     assert puller.decode_id == other.worker_id
     computed(gateway, other, puller.id)
