@@ -10,7 +10,7 @@ from baton.types.block_hashes import block_hashes
 from tests.router.requests.fake_links import FakeLink, end, fake_gateway, request, run
 
 PREFIX = tuple(range(3000))
-OWN = 200  # tokens of each: too many to wait for in the queue of one worker
+OWN = 220  # tokens of each: too many to wait for in the queue of one worker
 WORKERS = 2
 
 
