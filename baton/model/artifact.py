@@ -16,12 +16,13 @@ from typing import Any, Literal
 
 from baton.model import gguf_config, hf_config
 from baton.model.hf_config import read_json
+from baton.model.hf_keys import refuse_values
 from baton.model.hf_quantisation import Quantisation, read_quantisation
 from baton.model.hf_tokens import TokenFiles
 from baton.model.locate import HUB_LOAD_S, is_gguf, locate
 from baton.model.model_config import ModelConfig, ModelError, refuse_numbers
 from baton.model.safetensors_file import SafetensorsFile
-from baton.model.token_keys import GENERATION_CONFIG, refuse_gguf_keys, refuse_values
+from baton.model.token_keys import GENERATION_CONFIG, HINT, refuse_gguf_keys
 
 __all__ = ["ModelArtifact", "ModelConfig", "ModelError", "TokenizerSource", "resolve_model"]
 
@@ -130,7 +131,8 @@ def _from_directory(
     raw = hf_config.text_part(raw, architecture)
     if check:
         hf_config.refuse_unsupported(folder, architecture, raw)
-        refuse_values(str(folder / "generation_config.json"), generation, GENERATION_CONFIG)
+        file = str(folder / "generation_config.json")
+        refuse_values(file, generation, GENERATION_CONFIG, hint=HINT)
     config = hf_config.read_config(folder, raw, generation, architecture)
     form = read_quantisation(f"{folder}: architecture {architecture}", raw) if check else None
     files = _safetensors_files(folder) if weights else ()

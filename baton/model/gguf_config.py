@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.model.gguf_tokens import end_tokens, token_id
-from baton.model.hf_keys import HONOURED, NO_EFFECT, Rule
+from baton.model.hf_keys import HONOURED, NO_EFFECT, Rule, refuse_values
 from baton.model.model_config import (
     GGUF_FAMILIES,
     ModelConfig,
@@ -52,33 +52,23 @@ def refuse_unsupported(path: Path, architecture: str, meta: Mapping[str, Any]) -
     """Raise ``ModelError`` if the metadata requires what the engine does not compute."""
     where = f"{path}: architecture {architecture}"
     refuse_family(where, architecture, GGUF_FAMILIES)
-    experts = int(meta.get(f"{architecture}.expert_count", 0))
-    if experts and GGUF_FAMILIES[architecture] not in _MIXTURES:
+    if meta.get(f"{architecture}.expert_count") and GGUF_FAMILIES[architecture] not in _MIXTURES:
         raise ModelError(f"{where}: mixture of experts is not supported")
     refuse_rope(where, _rope_type(architecture, meta))
-    for name, value in meta.items():
-        key = name.removeprefix(f"{architecture}.")
-        rule = HONOURED if key == name else KEYS.get(key, _OFF)
-        if isinstance(rule, tuple) and value not in rule:
-            raise ModelError(f"{where}: {key} = {str(value)[:80]} is not supported")
+    own = f"{architecture}."
+    read = {key.removeprefix(own): value for key, value in meta.items() if key.startswith(own)}
+    refuse_values(where, read, KEYS, others=_OFF)
     for key in ("attention.head_count_kv", "feed_forward_length", "attention.head_count"):
-        if isinstance(meta.get(f"{architecture}.{key}"), list):
+        if isinstance(read.get(key), list):
             raise ModelError(f"{where}: {key} with different values per layer is not supported")
-    base = meta.get(f"{architecture}.rope.freq_base")
-    local = meta.get(f"{architecture}.rope.freq_base_swa", base)
+    base = read.get("rope.freq_base")
+    local = read.get("rope.freq_base_swa", base)
     if local != base and GGUF_FAMILIES[architecture] != "gemma3":
         raise ModelError(f"{where}: rope.freq_base_swa = {local} is not supported")
-    _refuse_dimensions(where, architecture, meta)
-
-
-def _refuse_dimensions(where: str, architecture: str, meta: Mapping[str, Any]) -> None:
-    def value(key: str, default: Any) -> int:
-        return int(meta.get(f"{architecture}.{key}", default))
-
-    heads = value("attention.head_count", 1)
-    dim = value("attention.key_length", value("embedding_length", 0) // heads)
+    heads = int(read.get("attention.head_count", 1))
+    dim = int(read.get("attention.key_length", int(read.get("embedding_length", 0)) // heads))
     for key in (*_WIDTHS, *_ROTATED):
-        if (other := value(key, dim)) != dim:
+        if (other := int(read.get(key, dim))) != dim:
             raise ModelError(f"{where}: {key} = {other} is not supported (heads are {dim} wide)")
 
 

@@ -95,8 +95,8 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def _open_part(path: Path) -> GgufFile:
-    if not path.is_file():
-        raise ValueError(f"{path.name} is missing or no regular file")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path.name} is no regular file")
     buffer = np.memmap(path, mode="r")
     try:
         return _Reader(path, buffer).read()
@@ -137,13 +137,7 @@ class _Reader:
         return values
 
     def _string(self) -> str:
-        (length,) = self._take("Q")
-        end = self._at + length
-        if end > len(self._bytes):
-            raise ValueError("a string ends after the file, or is too long")
-        text = str(self._bytes[self._at : end], "utf-8")
-        self._at = end
-        return text
+        return self._strings(1)[0]
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -173,7 +167,7 @@ class _Reader:
             at = begin + length_at(data, at)[0]
             strings.append(str(data[begin:at], "utf-8"))
         if at > len(data):
-            raise ValueError("a string ends after the file")
+            raise ValueError("a string ends after the file, or is too long")
         self._at = at
         return strings
 

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from baton.model.hf_keys import DEFAULTS, MODEL_TYPES, TEXT_TYPES, refuse_keys, refuse_rope_keys
+from baton.model.hf_keys import DEFAULTS, refuse_keys, refuse_rope_keys
 from baton.model.model_config import (
     HF_FAMILIES,
+    MODEL_TYPES,
+    TEXT_TYPES,
     ModelConfig,
     ModelError,
     refuse_family,

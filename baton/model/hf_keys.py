@@ -57,29 +57,6 @@ CONFIG_KEYS: Mapping[str, Rule] = {
     "is_causal": (True,),
     "mlp_only_layers": ([],),
 }
-MODEL_TYPES: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "ministral": "MinistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "mistral3": "Mistral3ForConditionalGeneration",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-}
-"""``model_type`` -> architecture, for files that do not name it."""
-TEXT_TYPES: Mapping[str, str] = {
-    "Gemma3ForConditionalGeneration": "gemma3_text",
-    "Mistral3ForConditionalGeneration": "mistral",
-    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
-    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
-}
-"""Architectures with images -> ``model_type`` of the decoder in them."""
 FAMILY_KEYS: Mapping[str, Mapping[str, Rule]] = {
     "gpt_oss": {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
 }
@@ -138,25 +115,30 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = _read_defaults(_DEFAULTS)
 """Values of missing keys by ``model_type``: those of transformers. Sizes have none."""
 
 
+def refuse_values(
+    where: str,
+    raw: Mapping[str, Any],
+    rules: Mapping[str, Rule],
+    others: Rule = NO_EFFECT,
+    hint: str = "",
+) -> None:
+    """Raise ``ModelError`` for a key whose value is not supported; ``others`` is the other rule."""
+    for key, value in raw.items():
+        rule = rules.get(key, others)
+        if isinstance(rule, tuple) and value is not None and value not in rule:
+            raise ModelError(f"{where}: {key} = {value!r:.80} is not supported{hint}")
+
+
 def refuse_keys(where: str, raw: Mapping[str, Any], family: str) -> None:
     """Raise ``ModelError`` for a key with a value that is not supported; warn of unknown keys."""
     rules = {**CONFIG_KEYS, **FAMILY_KEYS.get(family, {})}
-    for key, value in raw.items():
-        _refuse(where, key, value, rules.get(key, NO_EFFECT))
+    refuse_values(where, raw, rules)
     if unknown := sorted(raw.keys() - rules.keys()):
         _LOG.warning("ignoring keys of config.json that transformers has not: %s", unknown[:20])
 
 
 def refuse_rope_keys(where: str, rope: Mapping[str, Any]) -> None:
     """Raise ``ModelError`` for a key of RoPE that is unknown or has an unsupported value."""
-    for key, value in rope.items():
-        if key not in ROPE_KEYS:
-            raise ModelError(f"{where}: RoPE with {key} = {value!r} is not supported")
-        _refuse(where, key, value, ROPE_KEYS[key])
+    refuse_values(f"{where}: RoPE", rope, ROPE_KEYS, others=())
     if rope.get("attn_factor") and rope.get("attention_factor"):
         raise ModelError(f"{where}: RoPE with both attn_factor and attention_factor is ambiguous")
-
-
-def _refuse(where: str, key: str, value: Any, rule: Rule) -> None:
-    if isinstance(rule, tuple) and value is not None and value not in rule:
-        raise ModelError(f"{where}: {key} = {value!r} is not supported")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from baton.model.hf_keys import refuse_values
 from baton.model.model_config import ModelError
 
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
@@ -65,7 +66,7 @@ def read_quantisation(where: str, raw: Mapping[str, Any]) -> Quantisation | None
             f"{where}: quantisation {method!r} of safetensors is not supported "
             f"(supported: {', '.join(sorted(_ALLOWED))})"
         )
-    _refuse(where, {"bits": _DEFAULT_BITS.get(method), **options}, _ALLOWED[method])
+    refuse_values(where, {"bits": _DEFAULT_BITS.get(method), **options}, _ALLOWED[method])
     if method == "compressed-tensors":
         return _compressed(where, options)
     is_first = options.get("checkpoint_format") != "gptq_v2"  # which stores zero points minus one
@@ -79,7 +80,7 @@ def read_quantisation(where: str, raw: Mapping[str, Any]) -> Quantisation | None
 
 
 def _compressed(where: str, options: Mapping[str, Any]) -> Quantisation:
-    _refuse(where, options.get("sparsity_config") or {}, {"format": ("dense",)})
+    refuse_values(where, options.get("sparsity_config") or {}, {"format": ("dense",)})
     blocks = set()
     groups = options.get("config_groups") or {}
     for group in groups.values():
@@ -88,7 +89,7 @@ def _compressed(where: str, options: Mapping[str, Any]) -> Quantisation:
             raise ModelError(f"{where}: format {form!r} of compressed-tensors is not supported")
         weights = group.get("weights") or {}
         bits = (4, 8) if form == "pack-quantized" else (8,)
-        _refuse(where, weights, {"num_bits": bits, "strategy": _STRATEGIES})
+        refuse_values(where, weights, {"num_bits": bits, "strategy": _STRATEGIES})
         blocks.add(_block(where, weights.get("block_structure")))
     if len(blocks) > 1:
         raise ModelError(f"{where}: several block structures of compressed-tensors")
@@ -108,10 +109,3 @@ def _block(where: str, sides: Any) -> tuple[int, int] | None:
     if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
         raise ModelError(f"{where}: block {sides} must be two positive numbers")
     return sides[0], sides[1]
-
-
-def _refuse(where: str, options: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
-    for key, values in allowed.items():
-        value = options.get(key)
-        if value is not None and value not in values:
-            raise ModelError(f"{where}: {key} = {value!r} of quantised weights is not supported")

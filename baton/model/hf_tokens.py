@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 from baton.model.hf_config import read_json, read_text
+from baton.model.hf_keys import refuse_values
 from baton.model.model_config import ModelConfig, ModelError
-from baton.model.token_keys import TOKENIZER_CONFIG, refuse_values
+from baton.model.token_keys import HINT, TOKENIZER_CONFIG
 
 _SUFFIX = "_token"
 _CLASS = "tokenizer_class"
@@ -54,7 +55,8 @@ class TokenFiles:
     def __init__(self, folder: Path, *, check: bool) -> None:
         config = read_json(folder / "tokenizer_config.json")
         if check:
-            refuse_values(str(folder / "tokenizer_config.json"), config, TOKENIZER_CONFIG)
+            where = str(folder / "tokenizer_config.json")
+            refuse_values(where, config, TOKENIZER_CONFIG, hint=HINT)
         self.templates = _templates(folder, config)
         added = config.get("added_tokens_decoder")
         if added is None:  # of versions before 2023

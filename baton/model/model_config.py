@@ -8,33 +8,32 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-HF_FAMILIES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "MinistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Gemma3ForCausalLM": "gemma3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "SmolLM3ForCausalLM": "smollm3",
-    "GptOssForCausalLM": "gpt_oss",
-    # with images, of which only the decoder is used
-    "Gemma3ForConditionalGeneration": "gemma3",
-    "Mistral3ForConditionalGeneration": "mistral",
-    "Qwen2_5_VLForConditionalGeneration": "qwen2",
-    "Qwen3VLForConditionalGeneration": "qwen3",
-}
+# family, `model_type`, architecture; of models with images `model_type` of the decoder
+_NAMES = """
+    llama     llama       LlamaForCausalLM
+    mistral   mistral     MistralForCausalLM
+    mistral   ministral   MinistralForCausalLM
+    qwen2     qwen2       Qwen2ForCausalLM
+    qwen3     qwen3       Qwen3ForCausalLM
+    gemma3    gemma3_text Gemma3ForCausalLM
+    qwen3_moe qwen3_moe   Qwen3MoeForCausalLM
+    smollm3   smollm3     SmolLM3ForCausalLM
+    gpt_oss   gpt_oss     GptOssForCausalLM
+    gemma3    gemma3      Gemma3ForConditionalGeneration     gemma3_text
+    mistral   mistral3    Mistral3ForConditionalGeneration   mistral
+    qwen2     qwen2_5_vl  Qwen2_5_VLForConditionalGeneration qwen2_5_vl_text
+    qwen3     qwen3_vl    Qwen3VLForConditionalGeneration    qwen3_vl_text
+"""
+_ROWS = [line.split() for line in _NAMES.strip().splitlines()]
+HF_FAMILIES = {row[2]: row[0] for row in _ROWS}
 """Architecture in ``config.json`` -> file in ``baton/engine/models``."""
-
-GGUF_FAMILIES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma3": "gemma3",
-    "qwen3moe": "qwen3_moe",
-    "smollm3": "smollm3",
-    "gpt-oss": "gpt_oss",
-}
+MODEL_TYPES = {row[1]: row[2] for row in _ROWS}
+"""``model_type`` -> architecture, for files that do not name it."""
+TEXT_TYPES = {row[2]: row[3] for row in _ROWS if len(row) > 3}
+"""Architectures with images -> ``model_type`` of the decoder in them."""
+_SAME_IN_GGUF = ("llama", "qwen2", "qwen3", "gemma3", "smollm3")
+GGUF_FAMILIES = dict(zip(_SAME_IN_GGUF, _SAME_IN_GGUF, strict=True))
+GGUF_FAMILIES |= {"qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
 """``general.architecture`` of GGUF -> file in ``baton/engine/models``."""
 
 _VLLM = "pools: {engine: vllm, vllm: {servers: [http://HOST:8000]}}"

@@ -8,10 +8,11 @@ Only keys that change a text, an id or an end of an answer matter here. ``hf_tok
 from collections.abc import Mapping
 from typing import Any
 
-from baton.model.hf_keys import HONOURED, NO_EFFECT, Rule
+from baton.model.hf_keys import HONOURED, NO_EFFECT, Rule, refuse_values
 from baton.model.model_config import ModelError
 
-_OFF: tuple[Any, ...] = (None, False, 0, [], {})
+HINT = "; remove the key to serve"
+_OFF: tuple[Any, ...] = (False, 0, [], {})
 
 
 def _rules(honoured: str, no_effect: str, refused: str, **others: Rule) -> dict[str, Rule]:
@@ -87,17 +88,9 @@ GGUF: Mapping[str, Rule] = {
 """Keys of GGUF metadata, beside templates. Another ``tokenizer.ggml`` but a token is refused."""
 
 
-def refuse_values(where: str, raw: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
-    """Raise ``ModelError`` for a key whose value is not supported."""
-    for key, rule in rules.items():
-        if isinstance(rule, tuple) and key in raw and raw[key] not in rule:
-            value = str(raw[key])[:80]
-            raise ModelError(f"{where}: {key} = {value} is not supported; remove the key to serve")
-
-
 def refuse_gguf_keys(where: str, metadata: Mapping[str, Any]) -> None:
     """Raise ``ModelError`` for a key about tokens that is unknown or has an unsupported value."""
-    refuse_values(where, metadata, GGUF)
+    refuse_values(where, metadata, GGUF, hint=HINT)
     for key in metadata:
         if key.startswith("tokenizer.ggml.") and key not in GGUF and not key.endswith("_token_id"):
             raise ModelError(f"{where}: the key {key} is not supported")

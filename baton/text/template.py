@@ -170,18 +170,19 @@ class ChatTemplate:
         self.takes_images = False
         if not self.knows("image"):  # most templates are not rendered here, which takes time
             return
-        text = self._probed(_PROBE)
-        in_parts = self._probed([{"type": "text", "text": _PROBE}])
+        text = self._probed(_PROBE) or ""
+        in_parts = self._probed([{"type": "text", "text": _PROBE}]) or ""
         self._only_parts = _PROBE not in text and _PROBE in in_parts
-        with_image = self._probed([{"type": "image"}, {"type": "text", "text": _PROBE}])
+        with_image = self._probed([{"type": "image"}, {"type": "text", "text": _PROBE}]) or ""
         knows_parts = self._only_parts or (in_parts == text and text != "")
         self.takes_images = knows_parts and with_image not in ("", in_parts)
 
-    def _probed(self, content: object) -> str:
+    def _probed(self, *contents: object) -> str | None:
+        """Return the text of a user's messages; None if the template rejects them."""
         try:
-            return self.render([{"role": "user", "content": content}])
+            return self.render([{"role": "user", "content": content} for content in contents])
         except InvalidRequestError:
-            return ""
+            return None
 
     def _compiled(self, source: str | None) -> Template | None:
         try:
@@ -202,15 +203,7 @@ class ChatTemplate:
 
     def requires_alternation(self) -> bool:
         """Return whether the template rejects two messages of one role in a row."""
-        turn = {"role": "user", "content": "probe"}
-        return self._accepts([turn]) and not self._accepts([turn, turn])
-
-    def _accepts(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        try:
-            self.render(messages)
-        except InvalidRequestError:
-            return False
-        return True
+        return self._probed(_PROBE) is not None and self._probed(_PROBE, _PROBE) is None
 
     def render(
         self,

@@ -60,7 +60,7 @@ def described_model(reference: str) -> tuple[dict[str, Any], list[str]]:
         "licence": artifact.license or "",
         "sampling_defaults": [f"{k}: {v:g}" for k, v in artifact.generation_defaults.items()],
     }
-    for part in (_tokens, _template, *([] if refused else [_memory, _weights])):
+    for part in (_tokens, _template, *([] if refused else [_weights])):
         try:
             described |= part(artifact)
         except ValueError as error:
@@ -95,18 +95,14 @@ def _template(artifact: "ModelArtifact") -> dict[str, Any]:
     return {"chat_template": f"{len(source or '')} characters", "tools": tools}
 
 
-def _memory(artifact: "ModelArtifact") -> dict[str, Any]:
+def _weights(artifact: "ModelArtifact") -> dict[str, Any]:
     """Return the memory of one worker on CPUs in bf16; `baton capacity` has other settings."""
+    from baton.engine.loading.stored_weights import check_weights
     from fleet.cli.capacity_options import CapacityOptions
     from fleet.cli.memory_estimate import plan_capacity
 
-    plan = plan_capacity(artifact.config, CapacityOptions(), 0)
-    need = f"{plan.need.total / 2**20:,.0f} MiB in bf16"
-    return {"memory": f"{need}, and {plan.kv_bytes_per_token / 2**10:,.1f} KiB of KV per token"}
-
-
-def _weights(artifact: "ModelArtifact") -> dict[str, Any]:
-    from baton.engine.loading.stored_weights import check_weights
-
     check_weights(artifact)
-    return {"weights": "names and shapes fit"}
+    plan = plan_capacity(artifact.config, CapacityOptions(), 0)
+    memory = f"{plan.need.total / 2**20:,.0f} MiB in bf16"
+    memory += f", and {plan.kv_bytes_per_token / 2**10:,.1f} KiB of KV per token"
+    return {"weights": "names and shapes fit", "memory": memory}

@@ -4,12 +4,11 @@ A damaged cache file fails its checksum and is recreated. If the cache cannot be
 dequantises every weight when it is read.
 """
 
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -143,7 +142,7 @@ def _write_cache(
     converters: Mapping[str, Reader],
     progress: Progress,
 ) -> None:
-    """Write a temporary file and rename it, so that readers see all or nothing."""
+    """Write to a temporary folder, then rename, so that readers see all or nothing."""
     whole = {name: partial(read, slice(None)) for name, read in converters.items()}
     weights = Weights(str(artifact.path), whole, silent)
 
@@ -152,21 +151,8 @@ def _write_cache(
             yield weights.pop(name)
             progress("convert", done, len(layout))
 
-    try:
+    with suppress(OSError):  # a full disk is no error
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _temporary(path.parent) as temporary:
-            write_safetensors(temporary, layout, converted())
-            temporary.replace(path)
-    except OSError:  # a full disk is no error
-        return
-
-
-@contextmanager
-def _temporary(folder: Path) -> Iterator[Path]:
-    handle, name = tempfile.mkstemp(dir=folder, suffix=".partial")
-    os.close(handle)
-    path = Path(name)
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
+        with TemporaryDirectory(dir=path.parent) as folder:
+            write_safetensors(Path(folder) / path.name, layout, converted())
+            (Path(folder) / path.name).replace(path)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from baton.engine.loading.safetensors_data import read_rows
 from baton.engine.models.lora import PRODUCTS
 from baton.engine.models.rope import pair_rows
 from baton.model.lora_artifact import (
@@ -29,6 +29,7 @@ from baton.model.lora_artifact import (
     target_shapes,
 )
 from baton.model.model_config import ModelConfig
+from baton.model.safetensors_file import SafetensorsFile
 from baton.types.errors import AdapterLoadError
 from baton.types.params import AdapterRef
 
@@ -82,9 +83,9 @@ def read_lora_weights(
 
 def _read_file(ref: AdapterRef, artifact: AdapterArtifact) -> dict[str, torch.Tensor]:
     try:
-        with safe_open(artifact.weights_file, framework="pt") as file:
-            weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+        with SafetensorsFile(artifact.weights_file) as file:
+            weights = {name: read_rows(tensor).float() for name, tensor in file.tensors.items()}
+    except (ValueError, OSError) as error:
         raise AdapterLoadError(f"adapter {ref.name}: cannot be read ({error})") from error
     broken = [name for name, weight in weights.items() if not bool(torch.isfinite(weight).all())]
     if broken:

@@ -22,8 +22,8 @@ from baton.engine.models.families import weight_table
 from baton.engine.models.family import GLOBAL_NAMES, IGNORED, ROPE_FACTORS, WeightName
 from baton.model.artifact import ModelArtifact, ModelError
 from baton.model.gguf_file import GgufTensor, open_gguf
-from baton.model.hf_keys import TEXT_TYPES
 from baton.model.hf_quantisation import Quantisation
+from baton.model.model_config import TEXT_TYPES
 from baton.model.safetensors_file import SIZES, SafetensorsFile, StoredTensor
 
 _LOG = logging.getLogger(__name__)
@@ -265,11 +265,11 @@ def _with_head(
 
 def _equal(left: Stored | None, right: Stored | None) -> bool:
     """Return whether two tensors have the same bytes."""
-    if not isinstance(left, StoredTensor) or not isinstance(right, StoredTensor):
+    if not (isinstance(left, StoredTensor) and isinstance(right, StoredTensor)):
         return False
-    if left.dtype != right.dtype:
-        return False
-    return all(a == b for a, b in zip(left.pieces(), right.pieces(), strict=True))
+    return left.dtype == right.dtype and all(
+        a == b for a, b in zip(left.pieces(), right.pieces(), strict=True)
+    )
 
 
 def _check_table(

@@ -12,6 +12,7 @@ from gguf import GGUFWriter
 from baton.engine.loading.open import load_weights
 from baton.engine.loading.stored_weights import check_weights
 from baton.model.artifact import ModelArtifact, ModelError, resolve_model
+from fleet.cli.models_check import described_model
 from tests.engine import tiny_models as tiny
 from tests.engine.loading.test_damaged_files import header_of, write_raw
 from tests.engine.loading.test_loading import write_gguf
@@ -104,7 +105,9 @@ def test_wrong_gguf_files_are_refused_alike(tmp_path: Path) -> None:
 
     for number, name in enumerate(("blk.1.attn_q.weight", "output_norm.weight")):
         write_gguf(tmp_path / f"{number}.gguf", leave_out=(name,))
-        assert f"{name} is missing" in both(tmp_path / f"{number}.gguf")
+        problem = both(tmp_path / f"{number}.gguf")
+        assert f"{name} is missing" in problem
+        assert problem in described_model(str(tmp_path / f"{number}.gguf"))[1]
     write_gguf(tmp_path / "more.gguf", change=change)
     assert "1 weights are not part of the family" in both(tmp_path / "more.gguf")
 

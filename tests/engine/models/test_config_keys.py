@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from baton.engine.models.rope import rope_magnitude
 from baton.model.artifact import ModelError, resolve_model
 from baton.model.hf_config import _family_of
-from baton.model.hf_keys import CONFIG_KEYS, DEFAULTS, FAMILY_KEYS, MODEL_TYPES, TEXT_TYPES
-from baton.model.model_config import HF_FAMILIES
+from baton.model.hf_keys import CONFIG_KEYS, DEFAULTS, FAMILY_KEYS
+from baton.model.model_config import HF_FAMILIES, MODEL_TYPES, TEXT_TYPES
 from tests.engine import tiny_models as tiny
 from tests.engine.models.test_families import LENGTH, MAX_LOGIT_ERROR, error, logits_of
 
@@ -135,7 +135,7 @@ def test_the_table_has_every_key_and_default_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rope_scaling": {**YARN, "beta_medium": 3.0}}, "RoPE with beta_medium = 3.0"),
+        ({"rope_scaling": {**YARN, "beta_medium": 3.0}}, "RoPE: beta_medium = 3.0"),
         ({"rope_scaling": {**YARN, "extrapolation_factor": 2.0}}, "extrapolation_factor = 2.0"),
         (
             {"rope_scaling": {**YARN, "attn_factor": 0.9, "attention_factor": 1.1}},
