@@ -5,7 +5,10 @@
 // and columns are cut, nor on the threads.
 //
 //   packed weights   [panels][K / 2][32 outputs][2 inputs]      the operand of `dot_pairs`
-//   a kernel         R rows x P panels, 2 R P sums in registers
+//   a kernel         R rows x a panel, 2 R sums in registers
+//
+// Many rows take several passes over a panel. The first waits for memory, the others for FMAs. So each of
+// the last two prefetches a half of the next panel.
 
 #include <immintrin.h>
 
@@ -20,7 +23,8 @@
 namespace {
 
 constexpr int kPanel = 32;       // outputs
-constexpr int kMostRows = 12;    // of a kernel with one panel; half as many with two
+constexpr int kMostRows = 12;    // of a kernel
+constexpr int kTwoPasses = 10;    // rows from which two passes are faster than one
 constexpr long kChunkRows = 96;   // rows of a unit: they stay in the L2 cache
 constexpr long kUnitsPerThread = 4;
 
@@ -38,46 +42,36 @@ inline void store(uint16_t* y, __m512 low, __m512 high, long columns) {
   _mm512_mask_storeu_epi16(y, mask, baton::narrow_two(high, low));
 }
 
-template <int R, int P>
-void kernel(const Product& p, long row, long panel) {
-  __m512 sums[R][2 * P];
+// With `A`, reads a line of `ahead` for each pair of inputs into the cache.
+template <int R, bool A>
+void kernel(const Product& p, long row, long panel, const uint16_t* ahead) {
+  __m512 low[R], high[R];
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 16
-    for (int v = 0; v < 2 * P; ++v) sums[r][v] = _mm512_setzero_ps();
+  for (int r = 0; r < R; ++r) low[r] = high[r] = _mm512_setzero_ps();
   const uint16_t* x = p.x + row * p.x_stride;
-  const long next = p.pairs * kPanel * 2;  // elements of a panel
-  const uint16_t* weights = p.weights + panel * next;
+  const uint16_t* weights = p.weights + panel * p.pairs * kPanel * 2;
   for (long pair = 0; pair < p.pairs; ++pair, weights += 2 * kPanel) {
-    __m512i w[2 * P];
+    if (A) _mm_prefetch(ahead + kPanel * pair, _MM_HINT_T0);
+    const __m512i first = _mm512_load_si512(weights);
+    const __m512i second = _mm512_load_si512(weights + kPanel);
 #pragma GCC unroll 16
-    for (int v = 0; v < 2 * P; ++v) {
-      const uint16_t* from = weights + (v / 2) * next + (v % 2) * kPanel;
-      w[v] = _mm512_load_si512(from);
-    }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < R; ++r) {
       const __m512i both = baton::two(x + r * p.x_stride + 2 * pair);
-#pragma GCC unroll 16
-    for (int v = 0; v < 2 * P; ++v) sums[r][v] = baton::dot_pairs(sums[r][v], w[v], both);
+      low[r] = baton::dot_pairs(low[r], first, both);
+      high[r] = baton::dot_pairs(high[r], second, both);
     }
   }
+  const long column = panel * kPanel;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 16
-    for (int q = 0; q < P; ++q) {
-      const long column = (panel + q) * kPanel;
-      store(p.y + (row + r) * p.y_stride + column, sums[r][2 * q], sums[r][2 * q + 1],
-            p.outputs - column);
-    }
+    store(p.y + (row + r) * p.y_stride + column, low[r], high[r], p.outputs - column);
 }
 
-using Kernel = void (*)(const Product&, long, long);
-constexpr Kernel kOne[kMostRows] = {kernel<1, 1>, kernel<2, 1>, kernel<3, 1>,  kernel<4, 1>,
-                                    kernel<5, 1>, kernel<6, 1>, kernel<7, 1>,  kernel<8, 1>,
-                                    kernel<9, 1>, kernel<10, 1>, kernel<11, 1>, kernel<12, 1>};
-constexpr Kernel kTwo[kMostRows / 2] = {kernel<1, 2>, kernel<2, 2>, kernel<3, 2>,
-                                        kernel<4, 2>, kernel<5, 2>, kernel<6, 2>};
+using Kernel = void (*)(const Product&, long, long, const uint16_t*);
+template <bool A>
+constexpr Kernel kKernels[kMostRows] = {
+    kernel<1, A>, kernel<2, A>, kernel<3, A>, kernel<4, A>,  kernel<5, A>,  kernel<6, A>,
+    kernel<7, A>, kernel<8, A>, kernel<9, A>, kernel<10, A>, kernel<11, A>, kernel<12, A>};
 
 }  // namespace
 
@@ -109,9 +103,8 @@ extern "C" void baton_product(const uint16_t* x, long x_stride, const uint16_t* 
   if (rows == 0) return;
   const Product p{x, x_stride, weights, y, y_stride, rows, outputs, inputs / 2};
   const long panels = (outputs + kPanel - 1) / kPanel;
-  const int wide = rows <= kMostRows / 2 ? 2 : 1;
   // a unit reads neighbouring panels, so that the hardware can read ahead, and only some rows
-  const long run = std::max<long>(wide, panels / (threads * kUnitsPerThread) / wide * wide);
+  const long run = std::max<long>(1, panels / (threads * kUnitsPerThread));
   const long runs = (panels + run - 1) / run;
   const long chunks = (rows + kChunkRows - 1) / kChunkRows;
   const long per_chunk = (rows + chunks - 1) / chunks;
@@ -119,13 +112,16 @@ extern "C" void baton_product(const uint16_t* x, long x_stride, const uint16_t* 
     const baton::FlushDenormals flush;
     const long first = unit % runs * run, last = std::min(panels, first + run);
     const long begin = unit / runs * per_chunk, end = std::min(rows, begin + per_chunk);
-    for (long panel = first; panel < last; panel += wide) {
-      const bool pair = wide == 2 && panel + 1 < panels;
-      const int most = pair ? kMostRows / 2 : kMostRows;
-      for (long row = begin; row < end;) {
-        const long left = end - row, calls = (left + most - 1) / most;
-        const long take = (left + calls - 1) / calls;  // equal shares
-        (pair ? kTwo : kOne)[take - 1](p, row, panel);
+    const long least = end - begin < kTwoPasses ? 1 : 2;
+    const long passes = std::max(least, (end - begin + kMostRows - 1) / kMostRows);
+    for (long panel = first; panel < last; ++panel) {
+      const uint16_t* next = p.weights + std::min(panel + 1, panels - 1) * p.pairs * kPanel * 2;
+      long row = begin;
+      for (long left = passes; left > 0; --left) {
+        const long take = (end - row + left - 1) / left;  // equal shares
+        const bool ahead = passes > 1 && left <= 2;
+        const Kernel run_pass = ahead ? kKernels<true>[take - 1] : kKernels<false>[take - 1];
+        run_pass(p, row, panel, next + (2 - left) * p.pairs * kPanel);
         row += take;
       }
     }
