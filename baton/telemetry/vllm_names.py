@@ -123,18 +123,14 @@ _TOKENS_BY_SOURCE = (
     _OF_SOURCE("prompt_tokens_cached", values={"": _CACHED}),
     _OF_SOURCE("prompt_tokens_cached_by_source", label="source", values=_TIERS),
 )
-_STATE = (
-    VllmSeries("cache_config_info", "baton_kv_cache_info", keeps=True),
-    VllmSeries("lora_requests_info", "baton_adapter_requests_info", keeps=True),
-)
-
-
 _WAITS: Mapping[str, tuple[str, ...]] = {"capacity": (), "deferred": ()}
 
 
 def _load(running: str, waiting: str, usage: str) -> tuple[VllmSeries, ...]:
     """Return the series of load; Baton defers no requests, which vLLM counts apart."""
     return (
+        VllmSeries("cache_config_info", "baton_kv_cache_info", keeps=True),
+        VllmSeries("lora_requests_info", "baton_adapter_requests_info", keeps=True),
         VllmSeries("num_requests_running", running),
         VllmSeries("num_requests_waiting", waiting),
         VllmSeries("num_requests_waiting_by_reason", waiting, label="reason", values=_WAITS),
@@ -153,7 +149,6 @@ _ROUTER = (
     *_load(
         "baton_fleet_running_requests", "baton_fleet_waiting_requests", "baton_fleet_kv_usage_ratio"
     ),
-    *_STATE,
     *_TOKENS_BY_SOURCE,
     VllmSeries("prompt_tokens", "baton_prompt_tokens"),
     VllmSeries("generation_tokens", "baton_generation_tokens"),
@@ -186,7 +181,6 @@ _FAILED = {"": ("failed",)}
 _SLEEP = dict.fromkeys(("awake", "weights_offloaded", "discard_all"), ())
 _WORKER = (
     *_load("baton_running_requests", "baton_waiting_requests", "baton_kv_usage_ratio"),
-    *_STATE,
     *_TOKENS_BY_SOURCE,
     VllmSeries("num_preemptions", "baton_preemptions"),
     VllmSeries("iteration_tokens_total", "baton_step_tokens", buckets=_STEP_TOKENS),

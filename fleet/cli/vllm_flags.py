@@ -16,6 +16,7 @@ from baton.config.section import problem_of
 from baton.config.yaml_text import dotted
 
 _SIZE = re.compile(r"(\d+)([kKmMgGtT]?)|(\d*\.\d+)([kmgt])")
+_NAME = re.compile(r"^--\w[\w-]*")
 _PAIR = ("name", "path")
 _WORDS = {
     **dict.fromkeys(("bfloat16", "bf16"), "bf16"),
@@ -131,7 +132,10 @@ def keys_of(words: list[str], *, by_vllm: bool) -> tuple[str | None, dict[str, A
         alone = {"action": "store_true", "default": None}
         options: dict[str, Any] = alone if flag.nargs == 0 else {"nargs": flag.nargs}
         parser.add_argument(*flag.names.split(), dest=flag.names, **options)
-    given, rest = parser.parse_known_args([_dashed(word) for word in words[len(first) :]])
+    dashed = [  # vLLM takes underscores, too
+        _NAME.sub(lambda name: name[0].replace("_", "-"), word) for word in words[len(first) :]
+    ]
+    given, rest = parser.parse_known_args(dashed)
     if rest and not by_vllm:
         raise FlagError(_why_not(rest[0].partition("=")[0]))
     keys: dict[str, Any] = {}
@@ -150,11 +154,6 @@ def keys_of(words: list[str], *, by_vllm: bool) -> tuple[str | None, dict[str, A
             place = place.setdefault(part, {})
         place[last] = meant
     return reference(given.model, given.revision), keys, rest
-
-
-def _dashed(word: str) -> str:
-    """Return a flag with dashes in place of underscores, as vLLM reads it."""
-    return re.sub(r"^--\w[\w-]*", lambda name: name[0].replace("_", "-"), word)
 
 
 def _why_not(name: str) -> str:

@@ -44,14 +44,11 @@ class CallLimits:
         A header replaces one of the configured limits.
         """
         configured = self.caller or model
-        if configured is not None:
-            return Slo(
-                ttft_s=self.ttft_s or configured.ttft_s, itl_s=self.itl_s or configured.itl_s
-            )
-        if self.ttft_s is None and self.itl_s is None:
-            return None
-        longest_s = _MAX_MS / 1000
-        return Slo(ttft_s=self.ttft_s or longest_s, itl_s=self.itl_s or longest_s)
+        if configured is None:
+            if self.ttft_s is None and self.itl_s is None:
+                return None
+            configured = Slo(ttft_s=_MAX_MS / 1000, itl_s=_MAX_MS / 1000)
+        return Slo(ttft_s=self.ttft_s or configured.ttft_s, itl_s=self.itl_s or configured.itl_s)
 
 
 NO_LIMITS = CallLimits()

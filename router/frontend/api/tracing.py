@@ -15,16 +15,8 @@ from dataclasses import replace
 from time import monotonic_ns, time_ns
 from typing import Any
 
-from opentelemetry.trace import (
-    INVALID_SPAN,
-    Link,
-    NoOpTracer,
-    Span,
-    SpanKind,
-    Status,
-    StatusCode,
-    set_span_in_context,
-)
+from opentelemetry import trace
+from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from baton.telemetry.tracing import Tracing, extract, inject, tracestate_of
 from baton.types.errors import BatonError
@@ -81,8 +73,8 @@ def _started(
     caller: Caller,
     attributes: dict[str, Any],
 ) -> Span:
-    if isinstance(tracing.tracer, NoOpTracer):  # the caller's context is passed on as it is
-        return INVALID_SPAN
+    if isinstance(tracing.tracer, trace.NoOpTracer):  # the caller's context is passed on as it is
+        return trace.INVALID_SPAN
     name = f"{operation} {body.model}"
     context = extract(caller.traceparent, caller.tracestate)
     span = tracing.tracer.start_span(name, context=context, kind=SpanKind.SERVER)
