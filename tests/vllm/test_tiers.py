@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from baton.engine.process.client import EngineClient
+from baton.engine.remote.http import HttpOrigin
 from baton.engine.settings import EngineSettings, ExternalEngine, KvTierSettings
+from baton.engine.vllm.control import VllmControl
 from baton.engine.vllm.server import command
 from baton.types.errors import InternalError
 from tests.vllm.hand_offs import doubtful, vllm_metric
@@ -78,6 +80,10 @@ async def test_evicted_blocks_come_back_from_host_memory_and_the_index_knows(
         (tier,) = router.status.kv_tiers
         assert tier.name == "memory"
         assert tier.blocks > tier.held_blocks >= 2 * (9 + 18 + 18)
+        assert await VllmControl(HttpOrigin.of_socket(own)).erase_cache()
+        await router.submit("erased", first, sampling={"max_tokens": 8})
+        assert (await router.ended("erased", 60.0)).times.cached_tokens == 0
+        assert await asyncio.to_thread(vllm_metric, own, EXTERNAL_HITS) == 288
         await router.close()
     finally:
         await worker.stop()

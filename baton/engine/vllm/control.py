@@ -61,8 +61,8 @@ class VllmControl:
             await self._origin.fetch("POST", protocol.ABORT, _ANSWER_S, body)
 
     async def erase_cache(self) -> bool:
-        """Erase the whole cache, also of running requests; return whether vLLM did."""
-        target = "/reset_prefix_cache?reset_running_requests=true"
+        """Erase the whole cache, also of running requests and in tiers; return whether vLLM did."""
+        target = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
         try:
             raw = await self._origin.fetch("POST", target, _ERASE_S)
         except UnavailableError as error:
