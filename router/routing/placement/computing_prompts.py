@@ -260,10 +260,7 @@ class SiblingWaits:
             return None
         if before is None and len(self._waits) >= self._limit:
             return None
-        if before is not None and (
-            self._may_be_there(before, request, chosen, now_ns)
-            or self._appears_soon(before, chosen, now_ns, pullers)
-        ):
+        if before is not None and self._may_be_there(before, request, chosen, now_ns, pullers):
             return before
         own_ns = first_own_ns = round(chosen.terms.first_token_s * (1 + FIT_SPREAD) * 1e9)
         since_ns = now_ns
@@ -302,11 +299,14 @@ class SiblingWaits:
             rest_s = _rest_s(chosen, len(request.prompt), queue[1])
             best = SiblingWait(*queue, since_ns, first_own_ns, now_ns + own_ns, given_up, rest_s)
         if best is not None:
-            if before is not None:
-                before.prompt.waiting_s -= before.rest_s
-            best.prompt.waiting_s += best.rest_s
-            self._waits[request.request_id] = best
+            self._keep(request.request_id, best, before)
         return best
+
+    def _keep(self, request_id: str, wait: SiblingWait, before: SiblingWait | None) -> None:
+        if before is not None:
+            before.prompt.waiting_s -= before.rest_s
+        wait.prompt.waiting_s += wait.rest_s
+        self._waits[request_id] = wait
 
     def _in_queue(
         self, chosen: Candidate, hashes: bytes, now_ns: int, pullers: Sequence[Candidate]
@@ -338,9 +338,16 @@ class SiblingWaits:
         )
 
     def _may_be_there(
-        self, wait: SiblingWait, request: GenerationRequest, chosen: Candidate, now_ns: int
+        self,
+        wait: SiblingWait,
+        request: GenerationRequest,
+        chosen: Candidate,
+        now_ns: int,
+        pullers: Sequence[Candidate],
     ) -> bool:
-        """Return whether blocks were just computed that the cheapest placement computes again."""
+        """Return whether blocks were just computed that reports or the index may not show yet."""
+        if self._appears_soon(wait, chosen, now_ns, pullers):
+            return True
         if chosen.links or not self._computing.counts_as_queued(wait.prompt, now_ns):
             return False
         return _own_s(chosen, len(request.prompt), wait.blocks) > 0
