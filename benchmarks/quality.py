@@ -33,8 +33,8 @@ from baton.engine.llm import DEFAULT_MODEL, LLM
 from baton.engine.loading.memory import EngineShape, footprint
 from baton.text.grammar import translate
 from baton.types.params import SamplingParams
-from loadtest.lab.quantisation import TEXT
 
+TEXT = Path(__file__).parent / "text" / "alice.txt"
 VARIANTS = (
     ("none", "none"),
     ("none", "int8"),

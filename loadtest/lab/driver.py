@@ -12,7 +12,7 @@ from baton.engine.core.scheduler import SchedulerConfig
 from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
 from baton.engine.llm import LLM
 from baton.types import events as ev
-from baton.types.params import AdapterRef, SamplingParams
+from baton.types.params import SamplingParams
 from loadtest.lab.places import awaiting
 from loadtest.lab.table import LabContext
 
@@ -74,18 +74,15 @@ class Driver:
         drawn = np.random.default_rng(seed).integers(0, self._vocabulary, tokens)
         return [int(token) for token in drawn]
 
-    def submit(
-        self, prompt: Sequence[int], max_tokens: int, adapter: AdapterRef | None = None
-    ) -> DrivenRequest:
+    def submit(self, prompt: Sequence[int], max_tokens: int) -> DrivenRequest:
         """Queue a request for a greedy response of exactly ``max_tokens`` tokens."""
         name = f"lab-{len(self.requests)}"
         request = self.requests[name] = DrivenRequest(time.monotonic())
         spec = RequestSpec(
             kind=Kind.FULL,
             params=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-            hash_seed=b"lab" + (adapter.digest.encode() if adapter else b""),
+            hash_seed=b"lab",
             ticket=len(self.requests),
-            adapter=adapter,
             cacheable=False,
         )
         engine_request = EngineRequest(request_id=name, prompt=list(prompt), spec=spec)

@@ -69,8 +69,6 @@ LABS = {
     for lab in (
         Lab("chunks", "How large may prompt chunks be before responses stutter?", "engine"),
         Lab("speculation", "Where does n-gram speculation speed up responses?", "engine"),
-        Lab("quantisation", "What does quantisation save, and what does it cost?", "engine"),
-        Lab("adapters", "What does a batch of many LoRA adapters cost?", "engine"),
         Lab(
             "split",
             "Which split into prefill and decode is best for a load, and does the planner find it?",

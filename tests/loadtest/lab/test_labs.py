@@ -17,7 +17,6 @@ from loadtest.lab.cli import lab
 from loadtest.lab.report import report
 from loadtest.lab.results import Findings, LabResults, Plot, Series, shown
 from loadtest.lab.table import LABS, LabContext
-from tests.engine.cpu.integer_kernel import needs_integer_products
 from tests.matrix.tiny import write_tiny
 
 app = typer.Typer()
@@ -141,11 +140,7 @@ def test_an_emulated_subject_is_named_in_the_report_and_nothing_in_it_is_html() 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(lab.name, marks=needs_integer_products if lab.name == "quantisation" else [])
-        for lab in LABS.values()
-        if lab.needs == "engine"
-    ],
+    [lab.name for lab in LABS.values() if lab.needs == "engine"],
 )
 def test_each_engine_lab_runs_on_the_real_model(name: str, tmp_path: Path) -> None:
     run(name, "--quick", "--out", tmp_path)
