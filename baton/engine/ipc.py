@@ -58,7 +58,8 @@ def own_pool(geometry: KvGeometry) -> memoryview:
 
     The kernels read a vector of K or V by cache lines: one that begins inside a line has one more.
     """
-    return memoryview(mmap.mmap(-1, geometry.pool_bytes))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a fork has a pool of its own
+    return memoryview(mmap.mmap(-1, geometry.pool_bytes, flags=flags))
 
 
 def pool_file() -> int:

@@ -9,7 +9,7 @@ from allpairspy import AllPairs
 
 WAYS: dict[str, tuple[Any, ...]] = {
     "path": ("colocated", "disaggregated"),
-    "prefix": ("cold", "hit"),
+    "prefix": ("cold", "hit", "pulled"),
     "chunk": (512, 37, 16),
     "preempted": (False, True),
     "moved": (False, True),

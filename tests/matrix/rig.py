@@ -23,7 +23,7 @@ from baton.engine.settings import EngineSettings
 from baton.model.artifact import resolve_model
 from baton.model.lora_artifact import read_adapter
 from baton.types import events as ev
-from baton.types.block_hashes import hash_seed
+from baton.types.block_hashes import block_hashes, hash_seed
 from baton.types.params import AdapterRef, SamplingParams
 from kvtransfer import chunk
 from kvtransfer.kv_slice import KvSlice
@@ -34,6 +34,7 @@ BLOCKS = 24  # so few that two requests press each other out
 COMPETITOR_TOKENS = 286
 MOVED_AFTER_TOKENS = 9  # emitted by an engine that is gone
 PROMPT_TOKENS = 70
+PULLED_BLOCKS = 3  # of these, while a peer computes the rest
 BINDING = chunk.binding("matrix", 1, 1, b"i" * 16)
 
 
@@ -214,6 +215,8 @@ class _Run:
                 once = SamplingParams(max_tokens=1, temperature=0.0)
                 side.core.scheduler.submit(self.request("first", Kind.FULL, params=once), 0)
                 side.until(ev.Ended, "first")
+        elif self.case.prefix == "pulled":
+            self.pull(sides[0])
         if self.case.preempted:
             self.compete()
         tokens = self.hand_over() if self.prefill is not None else []
@@ -244,6 +247,34 @@ class _Run:
         self.decode.core.scheduler.submit(other, 0)
         self.decode.until(ev.Tokens, "other")  # else a request with luck in guessing ends before
 
+    def pull(self, side: _Side) -> None:
+        """A peer computes a longer prompt; ``side`` pulls the blocks that are there meanwhile."""
+        peer = _Side(self.rig.engine(self.case.kv, 1, "peer"), 16, None)
+        longer = [*self.rig.prompt, *self.rig.competitor[:90]]
+        peer.core.scheduler.submit(self.request("sibling", Kind.PREFILL, prompt=longer), 0)
+        size = peer.core.batch.pool.block_tokens
+        prefix = longer[: PULLED_BLOCKS * size]
+        hashes = block_hashes(self.seed, prefix)
+        while len(peer.core.batch.pool.match(hashes)) < PULLED_BLOCKS:
+            peer.step()
+        held = self.request("pull", Kind.HELD, prompt=prefix)
+        peer.core.scheduler.submit(held, 0)
+        source = peer.until(ev.Admitted, "pull")
+        assert isinstance(source, ev.Admitted)
+        ended = [event.request_id for event in peer.events if isinstance(event, ev.PromptDone)]
+        assert "sibling" not in ended, "it is computed meanwhile"
+        nothing = SamplingParams(max_tokens=2, temperature=0.0)
+        remote = self.request("pull", Kind.REMOTE, prompt=prefix, params=nothing, emitted=(None,))
+        side.core.scheduler.submit(remote, 0)
+        reserved = side.until(ev.Reserved, "pull")
+        assert isinstance(reserved, ev.Reserved)
+        side.core.scheduler.bind("pull", reserved.generation)
+        bound = side.until(ev.Bound, "pull")
+        assert isinstance(bound, ev.Bound)
+        moved(peer, side, source.blocks, bound.blocks, reserved.skip_blocks, len(prefix))
+        assert side.core.scheduler.commit("pull", reserved.generation, [None], 1)
+        side.until(ev.Ended, "pull")
+
     def hand_over(self) -> list[int]:
         """Compute the prompt on prefill and move its KV; returns the first token."""
         assert self.prefill is not None
@@ -262,7 +293,8 @@ class _Run:
             there.core.scheduler.bind("r", reserved.generation)
             bound = [e for e in there.core.batch.events if isinstance(e, ev.Bound)]
             if bound:
-                self.move(source.blocks, bound[-1].blocks, reserved.skip_blocks)
+                skip = reserved.skip_blocks
+                moved(here, there, source.blocks, bound[-1].blocks, skip, len(self.rig.prompt))
                 assert there.core.scheduler.commit("r", reserved.generation, first, 1)
                 here.core.scheduler.release("r")
                 here.until(ev.Ended, "r")
@@ -275,22 +307,30 @@ class _Run:
         assert found, "there was one"
         return found[-1]
 
-    def move(self, source: Sequence[int], target: Sequence[int], skip: int) -> None:
-        assert self.prefill is not None
-        geometry = self.prefill.view.geometry
-        blocks = -(-len(self.rig.prompt) // geometry.block_tokens)
-        if blocks == skip:
-            return
-        kv_slice = KvSlice(
-            0,
-            geometry.num_layers,
-            0,
-            geometry.num_kv_heads,
-            skip,
-            blocks - skip,
-            len(self.rig.prompt) - skip * geometry.block_tokens,
-        )
-        payload = self.prefill.view.read(source, kv_slice)
-        made = chunk.digests(payload, kv_slice, geometry, BINDING)
-        assert chunk.digests(payload, kv_slice, self.decode.view.geometry, BINDING) == made
-        self.decode.view.write(target, kv_slice, payload)
+
+def moved(
+    here: _Side,
+    there: _Side,
+    source: Sequence[int],
+    target: Sequence[int],
+    skip: int,
+    tokens: int,
+) -> None:
+    """Move the KV of a prompt's tokens but for the first ``skip`` blocks, and compare digests."""
+    geometry = here.view.geometry
+    blocks = -(-tokens // geometry.block_tokens)
+    if blocks == skip:
+        return
+    kv_slice = KvSlice(
+        0,
+        geometry.num_layers,
+        0,
+        geometry.num_kv_heads,
+        skip,
+        blocks - skip,
+        tokens - skip * geometry.block_tokens,
+    )
+    payload = here.view.read(source, kv_slice)
+    made = chunk.digests(payload, kv_slice, geometry, BINDING)
+    assert chunk.digests(payload, kv_slice, there.view.geometry, BINDING) == made
+    there.view.write(target, kv_slice, payload)

@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "design" / "exactness.md"
 
 MEANING = {
     "path": "the prompt is computed by the decode worker, or by a prefill worker that transfers its KV",
-    "prefix": "the prompt is in the prefix cache or not; a request that waits for a prefix is then a hit",
+    "prefix": "the prompt is in the prefix cache or not (a request that waits for a prefix is then a hit), or its first blocks are pulled from a worker that still computes a longer prompt",
     "chunk": "most tokens of one step",
     "preempted": "another request takes its blocks in the middle",
     "moved": "the response started on another worker, which is gone, and resumes here",
