@@ -76,7 +76,7 @@ serve: $(VENV)/.runtime ## start a fleet in the foreground; BATON_PORT and BATON
 	@exec $(BIN)/baton up "$(BATON_CONFIG)"
 
 test: $(VENV)/.dev ## run the quick tests, with warnings as errors
-	$(PYTEST) -n 5 --dist loadscope -m "not slow and not long" --durations 25
+	$(PYTEST) -n 4 --dist loadscope -m "not slow and not long" --durations 25
 
 test-long: $(VENV)/.dev ## run the tests that take much CPU time: GPU kernels in an interpreter, long prompts, simulations
 	$(PYTEST) -n 3 --dist loadscope -m "long and not slow" --durations 10

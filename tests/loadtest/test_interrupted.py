@@ -82,12 +82,12 @@ def test_points_before_ctrl_c_are_kept() -> None:
 )
 def test_a_lab_keeps_its_points(tmp_path: Path, number: int, group: bool) -> None:
     model = write_tiny(tmp_path / "tiny")
-    arguments = ("lab", "batching", "--model", model, "--out", str(tmp_path / "lab"))
-    out, told = interrupted(*arguments, sign="point 2 of 4", number=number, group=group)
+    arguments = ("lab", "chunks", "--model", model, "--out", str(tmp_path / "lab"))
+    out, told = interrupted(*arguments, sign="point 2 of 6", number=number, group=group)
     assert "PARTIAL" in out
     findings = json.loads((tmp_path / "lab" / "results.json").read_text())["findings"]
     assert findings["left_out"] > 0
-    assert len(findings["rows"]) == 4 - findings["left_out"]
+    assert len(findings["rows"]) == 6 - findings["left_out"] + 1  # and one as served
     assert "Partial." in (tmp_path / "lab" / "report.html").read_text()
     assert "Traceback" not in told
 
@@ -96,7 +96,7 @@ def test_a_lab_keeps_its_points(tmp_path: Path, number: int, group: bool) -> Non
 def test_a_lab_without_a_point_writes_nothing(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny")
     _, told = interrupted(
-        "lab", "batching", "--model", model, "--out", str(tmp_path / "lab"), sign="point 1 of 4"
+        "lab", "chunks", "--model", model, "--out", str(tmp_path / "lab"), sign="point 1 of 6"
     )
     assert "nothing was written" in told and "Traceback" not in told
     assert not (tmp_path / "lab").exists()

@@ -20,6 +20,7 @@ from baton.types.geometry import BLOCK_TOKENS, context_tokens
 from baton.types.pool_counts import BlockCounts, TierCounts
 
 SETTLED_NS = 20_000_000
+_SHORT_TOKENS = 32  # to compute, such as those of a probe: they take no step of many seconds
 _COMPARED = 64  # waiting prompts that a new one is compared with
 
 
@@ -52,6 +53,12 @@ class SequenceProgress:
     def context(self) -> int:
         """Tokens of the sequence."""
         return self.prompt_tokens + self.generated
+
+    @property
+    def is_due(self) -> bool:
+        """True if its next token is expected within seconds."""
+        has_prompt = self.first_ns > 0 or (not self.comes and self.uncached <= _SHORT_TOKENS)
+        return has_prompt and not self.held
 
     @property
     def uncached(self) -> int:
@@ -93,10 +100,11 @@ class LoadMeter:
 
     @property
     def generated(self) -> int | None:
-        """Tokens of the live sequences; None if there are none, or one has no token to expect."""
+        """Tokens of the live sequences; None if none has begun, or one has no token to expect."""
         rows = self._rows.values()
-        expect = rows and all(row.first_ns and not row.held for row in rows)
-        return sum(row.generated for row in rows) if expect else None
+        has_begun = any(row.first_ns for row in rows)
+        is_due = has_begun and all(row.is_due for row in rows)
+        return sum(row.generated for row in rows) if is_due else None
 
     def row(self, request_id: str, choice: int) -> SequenceProgress:
         """Return a live sequence."""

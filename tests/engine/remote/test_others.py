@@ -67,12 +67,19 @@ def test_a_server_that_computes_nothing_for_its_responses_is_stalled():
 
 def test_tokens_are_expected_when_all_prompts_are_computed():
     meter = LoadMeter(total_blocks=100)
-    assert meter.generated is None
+    meter.submitted("probe", 0, SequenceProgress(24, 0, 0))
+    assert meter.generated is None, "the first prompt of a server may take long"
+    meter.ended("probe", 0)
     for name in ("a", "b"):
         meter.submitted(name, 0, SequenceProgress(160, 0, 0))
     meter.tokens("a", 0, 3, 10, 0)
     assert meter.generated is None
     meter.tokens("b", 0, 1, 20, 0)
     assert meter.generated == 4
+    meter.submitted("probe", 0, SequenceProgress(24, 0, 0))
+    assert meter.generated == 4, "it hides no stall"
+    meter.submitted("pulls", 0, SequenceProgress(24, 0, 0, comes=True))
+    assert meter.generated is None
+    meter.ended("pulls", 0)
     meter.row("a", 0).held = True
     assert meter.generated is None, "another worker takes its KV when it likes"
