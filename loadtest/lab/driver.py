@@ -37,11 +37,6 @@ class DrivenRequest:
         """Time to the first token in seconds."""
         return self.token_s[0] - self.submitted_s
 
-    @property
-    def gaps_s(self) -> list[float]:
-        """Times between tokens in seconds."""
-        return [float(gap) for gap in np.diff(self.token_s)]
-
 
 @dataclass(slots=True)
 class MeasuredStep:

@@ -92,6 +92,7 @@ def _add_sleep(api: Endpoints, router: Process, desks: Mapping[str, AdminCommand
             if monotonic() > until_s:
                 return False
             await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)  # then all routers know
         return True
 
     async def are_gone() -> bool:

@@ -61,12 +61,14 @@ class ResidentSessions:
         """Return the session that a prompt continues or begins.
 
         Most of the prompt's blocks that are cached anywhere are ``cached_blocks``: the tip is the
-        last of them, before those of the response. If it was evicted, it is near the prompt's end.
+        last of them, before those of the response, or the next one, as the last token of a prompt
+        is not cached. If it was evicted, it is near the prompt's end.
         """
-        for end in (cached_blocks, len(hashes) // HASH_BYTES):
+        reached = cached_blocks + 1 if cached_blocks else 0
+        for end in (reached, len(hashes) // HASH_BYTES):
             for block in range(end, max(end - _MAX_ANSWER_BLOCKS, 0), -1):
                 if (tip := hashes[(block - 1) * HASH_BYTES : block * HASH_BYTES]) in self._turns:
-                    return PromptSession(tip, block <= cached_blocks, tip != hashes[-HASH_BYTES:])
+                    return PromptSession(tip, block <= reached, tip != hashes[-HASH_BYTES:])
         return BEGINS
 
     def note(self, hashes: bytes, continued: bytes, worker_id: str, now_ns: int) -> None:

@@ -44,6 +44,16 @@ def test_sessions_are_forgotten_after_minutes():
     assert sessions.expected_delays(["a", "b"]) == [pytest.approx(0.2), 0.0]
 
 
+def test_the_last_block_of_a_prompt_need_not_be_cached():
+    """A repeated prompt of whole blocks counted as a new session, and went to another server."""
+    sessions = ResidentSessions()
+    sessions.note(prompt(120), b"", "a", 0)
+    assert sessions.find(prompt(120), 119) == (prompt(120)[-16:], True, False)
+    assert sessions.find(prompt(150), 119) == (prompt(120)[-16:], True, True)
+    assert not sessions.find(prompt(150), 118).is_cached
+    assert not sessions.find(prompt(120), 0).is_cached
+
+
 def test_a_session_that_moves_is_delayed_by_those_that_its_worker_has_not():
     sessions = ResidentSessions()
     for session, worker in enumerate("aabbbb"):
