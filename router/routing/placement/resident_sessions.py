@@ -20,6 +20,7 @@ _MOST_MORE = 20  # sessions more than at the worker with fewest that count
 _KEPT_NS = 300_000_000_000  # after the last turn of a session
 _MAX_SESSIONS = 65_536
 _MAX_ANSWER_BLOCKS = 256  # cached behind a tip
+_SERVER_BLOCKS = 16  # Baton's, of the largest usual block of a server
 _TURN_WEIGHT = 0.05  # of one turn in the mean of their times
 
 
@@ -61,10 +62,10 @@ class ResidentSessions:
         """Return the session that a prompt continues or begins.
 
         Most of the prompt's blocks that are cached anywhere are ``cached_blocks``: the tip is the
-        last of them, before those of the response, or the next one, as the last token of a prompt
-        is not cached. If it was evicted, it is near the prompt's end.
+        last of them, before those of the response, or soon behind them, as servers cache whole
+        blocks of their own size. If it was evicted, it is near the prompt's end.
         """
-        reached = cached_blocks + 1 if cached_blocks else 0
+        reached = cached_blocks + _SERVER_BLOCKS if cached_blocks else 0
         for end in (reached, len(hashes) // HASH_BYTES):
             for block in range(end, max(end - _MAX_ANSWER_BLOCKS, 0), -1):
                 if (tip := hashes[(block - 1) * HASH_BYTES : block * HASH_BYTES]) in self._turns:

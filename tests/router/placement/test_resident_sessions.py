@@ -50,7 +50,8 @@ def test_the_last_block_of_a_prompt_need_not_be_cached():
     sessions.note(prompt(120), b"", "a", 0)
     assert sessions.find(prompt(120), 119) == (prompt(120)[-16:], True, False)
     assert sessions.find(prompt(150), 119) == (prompt(120)[-16:], True, True)
-    assert not sessions.find(prompt(150), 118).is_cached
+    assert sessions.find(prompt(150), 112).is_cached, "vLLM's blocks on CPUs have 128 tokens"
+    assert not sessions.find(prompt(150), 100).is_cached
     assert not sessions.find(prompt(120), 0).is_cached
 
 
