@@ -46,7 +46,7 @@ ENGINES: dict[str, tuple[Numerics, str, str]] = {
 }
 """Numerics, weights and KV of each engine by name; no KV: same as the activations."""
 
-PREFILLS = (512, 2048)
+PREFILLS = (512, 2048, 8192)
 BATCHES = (32, 16, 4, 1)
 CONTEXTS = (128, 1024)
 STEPS = 6
@@ -88,9 +88,12 @@ class Bench:
         self._rounds = rounds
         self._console = console
         self._long = long
+        self._prefills = [
+            min(tokens, artifact.config.max_context_tokens - 256) for tokens in PREFILLS
+        ]
         need = max(BATCHES) * (max(CONTEXTS) + 256)
         need = max(need, *(batch * (context + 512) for batch, context in long), 0)
-        blocks = max(need, 2 * max(PREFILLS)) // 16 + 16
+        blocks = max(need, 2 * max(self._prefills)) // 16 + 16
         self._read = torch.ones(READ_BYTES // 8, dtype=torch.int64)
         self._kv_bytes = kv_geometry(artifact.config, dtype, 1).pool_bytes // 16
         with torch.inference_mode():
@@ -111,7 +114,7 @@ class Bench:
         self.figures: list[Figure] = []
 
     def _make_dense(self, artifact: ModelArtifact, weights: dict[str, torch.Tensor]) -> None:
-        length = max(*PREFILLS, max(CONTEXTS) + STEPS + 2)
+        length = max(*self._prefills, max(CONTEXTS) + STEPS + 2)
         # prefill needs a long cache for one row, decode a shorter one for many
         self._dense_long = DenseLlama(artifact.config, weights, 1, length)
         self._dense = DenseLlama(artifact.config, weights, max(BATCHES), max(CONTEXTS) + STEPS + 2)
@@ -126,7 +129,7 @@ class Bench:
                 engine.step()
         if self._long:
             return
-        for tokens in PREFILLS:
+        for tokens in self._prefills:
             self._prefill(tokens)
         for context in CONTEXTS:
             names = {

@@ -21,8 +21,8 @@ import sys
 import tempfile
 import time
 import venv
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -139,6 +139,7 @@ class Clients:
         failed: Requests without a response.
         cut: Responses without an end.
         wrong: Responses with other text than the servers generate.
+        checks: Whether the text is known.
         kill: Kills a server; does nothing if the load kills none.
     """
 
@@ -147,6 +148,7 @@ class Clients:
     words: dict[str, int]
     seed: int
     kill: Callable[[], None] = lambda: None
+    checks: bool = True
     ttft_s: list[float] = field(default_factory=list)
     requests: int = 0
     failed: int = 0
@@ -187,7 +189,7 @@ class Clients:
         if not has_ended:
             self.failed += not text
             self.cut += bool(text)
-        elif text != self._expected(prompt, max_tokens):
+        elif self.checks and text != self._expected(prompt, max_tokens):
             self.wrong += 1
         return text
 
@@ -202,10 +204,12 @@ class Clients:
         return text
 
 
-async def sessions(clients: Clients, *, turns: int = 6, response: int = 24) -> None:
-    """Send turns of 24 sessions with growing prompts, 8 at a time."""
-    prompts = [""] * 24
-    gate = asyncio.Semaphore(8)
+async def sessions(
+    clients: Clients, *, count: int = 24, at_once: int = 8, turns: int = 6, response: int = 24
+) -> None:
+    """Send turns of sessions with growing prompts."""
+    prompts = [""] * count
+    gate = asyncio.Semaphore(at_once)
 
     async def turn(number: int, *, kills: bool) -> None:
         async with gate:
@@ -294,7 +298,19 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Servers:
-    """Emulated servers, each a process."""
+    """Emulated servers, each a process.
+
+    Attributes:
+        model: Reference of the model for Baton.
+        context_tokens: Context of each server.
+        text_is_known: Whether `Clients` can tell what they generate.
+        ready_s: Limit of their start.
+    """
+
+    model = DEFAULT_MODEL
+    context_tokens = CONTEXT_TOKENS
+    text_is_known = True
+    ready_s = _READY_S
 
     def __init__(self, count: int, load: Load, words: Path) -> None:
         self.ports = [FIRST_PORT + number for number in range(count)]
@@ -320,14 +336,14 @@ class Servers:
         """Kill the first one."""
         self._processes[0].kill()
 
-    async def counts(self, client: httpx.AsyncClient, name: str) -> list[float]:
-        """Return tokens that each living server counts: ``queries`` or ``hits``."""
-        counts = []
+    async def counts(self, client: httpx.AsyncClient, name: str) -> Counter[str]:
+        """Return tokens that each living server counts, by URL: ``queries`` or ``hits``."""
+        counts = Counter[str]()
         for url, process in zip(self.urls, self._processes, strict=True):
             if process.poll() is None:
                 page = (await client.get(f"{url}/metrics")).text.splitlines()
                 line = next(one for one in page if one.startswith(f"vllm:prefix_cache_{name}"))
-                counts.append(float(line.split()[-1]))
+                counts[url] = int(float(line.split()[-1]))
         return counts
 
     def stop(self) -> None:
@@ -361,7 +377,9 @@ async def router(side: str, servers: Servers, folder: Path) -> AsyncIterator[tup
             {"url": url, "events": [f"tcp://127.0.0.1:{port + 1000}"] if side == "baton" else []}
             for url, port in zip(servers.urls, servers.ports, strict=True)
         ]
-        fleet = Fleet(folder, entries, max_context_tokens=CONTEXT_TOKENS)
+        fleet = Fleet(
+            folder, entries, model=servers.model, max_context_tokens=servers.context_tokens
+        )
         try:
             url, _ = await fleet.ready(len(entries))
             yield url, fleet.process.pid
@@ -411,33 +429,44 @@ def cpu_s(pid: int) -> float:
     return sum(one.user + one.system for one in times)
 
 
-async def measure(side: str, load: Load, count: int, seed: int, words: dict[str, int]) -> Figures:
-    """Measure one load behind one router, with new servers."""
+async def measure(
+    side: str,
+    load: Load,
+    count: int,
+    seed: int,
+    words: dict[str, int],
+    kind: type[Servers] = Servers,
+) -> Figures:
+    """Measure one load behind one router, with new servers of a kind."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "words.json").write_text(json.dumps(words))
-        servers = Servers(count, load, folder / "words.json")
+        servers = kind(count, load, folder / "words.json")
         try:
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(trust_env=False, timeout=120, limits=limits) as client:
                 for number, url in enumerate(servers.urls, start=1):
-                    await _until_listening(client, url)
+                    await _until_listening(client, url, servers.ready_s)
                     others = Clients(client, url, words, seed + 1000 * number)  # other texts
                     await _serve_others(client, url, others)
+                before = [await servers.counts(client, name) for name in ("queries", "hits")]
                 async with router(side, servers, folder) as (url, pid):
                     kill = servers.kill if load.kills else lambda: None
                     await asyncio.sleep(_SETTLE_S)
-                    clients = Clients(client, url, words, seed, kill)
+                    clients = Clients(client, url, words, seed, kill, servers.text_is_known)
                     before_s = cpu_s(pid)
                     await load.send(clients)
                     spent_s = cpu_s(pid) - before_s
-                    asked = await servers.counts(client, "queries")
-                    cached = await servers.counts(client, "hits")
+                    after = [await servers.counts(client, name) for name in ("queries", "hits")]
         finally:
             servers.stop()
+    asked, cached = (
+        [counts[url] - earlier[url] for url in counts]
+        for counts, earlier in zip(after, before, strict=True)
+    )
     return Figures(
-        cached_share=sum(cached) / max(sum(asked), 1.0),
-        most_to_mean=max(asked) * len(asked) / max(sum(asked), 1.0),
+        cached_share=sum(cached) / max(sum(asked), 1),
+        most_to_mean=max(asked) * len(asked) / max(sum(asked), 1),
         ttft_p50_s=percentile(clients.ttft_s, 0.5),
         ttft_p99_s=percentile(clients.ttft_s, 0.99),
         requests_per_cpu_s=clients.requests / spent_s,
@@ -449,14 +478,14 @@ async def measure(side: str, load: Load, count: int, seed: int, words: dict[str,
 
 
 async def _serve_others(client: httpx.AsyncClient, url: str, others: Clients) -> None:
-    """Send a server what it served before it had a router; its counts leave these out."""
+    """Send a server what it served before it had a router."""
     for _ in range(6):
         body = {"model": NAME, "prompt": others.text(1000), "max_tokens": 1}
         await client.post(f"{url}/v1/completions", json={**body, "cache_salt": STRANGER})
 
 
-async def _until_listening(client: httpx.AsyncClient, url: str) -> None:
-    until_s = time.monotonic() + _READY_S
+async def _until_listening(client: httpx.AsyncClient, url: str, limit_s: float) -> None:
+    until_s = time.monotonic() + limit_s
     while time.monotonic() < until_s:
         with contextlib.suppress(httpx.HTTPError):
             if (await client.get(f"{url}/health")).status_code == 200:
@@ -481,7 +510,11 @@ def install() -> None:
         subprocess.run([*pip, *WHEELS], check=True)
 
 
-async def compare(options: argparse.Namespace) -> None:
+async def compare(
+    options: argparse.Namespace,
+    loads: Mapping[str, Load] = LOADS,
+    kind: type[Servers] = Servers,
+) -> None:
     """Print the medians of all routers for each load."""
     install()
     words = token_of_each_word()
@@ -490,7 +523,7 @@ async def compare(options: argparse.Namespace) -> None:
         for load in options.loads.split(","):
             for side in options.sides.split(","):
                 try:
-                    figures = await measure(side, LOADS[load], options.servers, seed, words)
+                    figures = await measure(side, loads[load], options.servers, seed, words, kind)
                 except RuntimeError as error:
                     print(f"{side}, {load}: not run: {error}", flush=True)
                     continue

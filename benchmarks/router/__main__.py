@@ -77,6 +77,7 @@ class Side(NamedTuple):
     router_pid: int
     workers_pid: int
     key: str = ""
+    headers: tuple[str, ...] = ()
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +121,8 @@ def measure(name: str, side: Side, shape: Shape, demand: Demand, seconds: float)
     asked |= {"key": side.key} if side.key else {}
     for option, value in asked.items():
         command += [f"--{option}", str(value)]
+    for line in side.headers:
+        command += ["--header", line]
     with running(command, stdout=subprocess.PIPE) as process:
         if process.stdout is None or process.stdout.readline() != b"begin\n":
             raise RuntimeError("the clients did not start")

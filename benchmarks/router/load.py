@@ -106,13 +106,20 @@ class Load:
     """Request generator and counters of all clients."""
 
     def __init__(
-        self, model: str, words: int, answer_tokens: int, key: str = "", body: str = ""
+        self,
+        model: str,
+        words: int,
+        answer_tokens: int,
+        key: str = "",
+        body: str = "",
+        headers: Sequence[str] = (),
     ) -> None:
         self._long = LongTexts(body, words) if body else None
         self._model = model
         self._words = words
         self._answer_tokens = answer_tokens
-        self._key = f"authorization: Bearer {key}\r\n" if key else ""
+        lines = [f"authorization: Bearer {key}"] if key else []
+        self._headers = "".join(f"{line}\r\n" for line in (*lines, *headers))
         self._draw = random.Random(1)
         self._asked = 0
         self.failures: list[str] = []
@@ -137,7 +144,7 @@ class Load:
         head |= {"stream": True, "ignore_eos": True}
         body = msgspec.json.encode(head)[:-1] + b',"messages":' + messages + b"}"
         lines = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\n{self._key}"
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\n{self._headers}"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         return lines.encode() + body
@@ -299,9 +306,10 @@ def main(
     seconds: Annotated[float, typer.Option(help="Measured seconds.")] = 8.0,
     key: Annotated[str, typer.Option(help="API key.")] = "",
     body: Annotated[str, typer.Option(help="Kind of long texts, see `LongTexts`.")] = "",
+    header: Annotated[list[str] | None, typer.Option(help="Further header lines.")] = None,
 ) -> None:
     """Run the clients, and print their measurements."""
-    load = Load(model, words, answer_tokens, key, body)
+    load = Load(model, words, answer_tokens, key, body, header or ())
     result = uvloop.run(run(load, port, clients, rate, warm_s, seconds))
     print(msgspec.json.encode(result).decode(), flush=True)
 
