@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.engine.llm import DEFAULT_MODEL
-from baton.engine.loading.memory import kv_geometry
 from baton.engine.loading.open import load_weights
 from baton.engine.numerics import Numerics
 from baton.engine.selfcheck.dense import DenseLlama
 from baton.engine.selfcheck.engine_under_test import EngineUnderTest
+from baton.engine.selfcheck.read_bound import ReadBound
 from baton.model.artifact import ModelArtifact, resolve_model
 
 ENGINES: dict[str, tuple[Numerics, str, str]] = {
@@ -51,7 +51,6 @@ BATCHES = (32, 16, 4, 1)
 CONTEXTS = (128, 1024)
 STEPS = 6
 LONG = ((8, 8192), (1, 30_000))
-READ_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -94,13 +93,9 @@ class Bench:
         need = max(BATCHES) * (max(CONTEXTS) + 256)
         need = max(need, *(batch * (context + 512) for batch, context in long), 0)
         blocks = max(need, 2 * max(self._prefills)) // 16 + 16
-        self._read = torch.ones(READ_BYTES // 8, dtype=torch.int64)
-        self._kv_bytes = kv_geometry(artifact.config, dtype, 1).pool_bytes // 16
         with torch.inference_mode():
             weights = load_weights(artifact, dtype)
-            self._weight_bytes = sum(weight.nbytes for weight in weights.values())
-            if "head" in weights:  # of the embeddings, few rows are read
-                self._weight_bytes -= weights["embed"].nbytes
+            self._bound = ReadBound(weights, artifact.config, dtype)
             if long:
                 weights = {}
             if weights:
@@ -145,10 +140,15 @@ class Bench:
                 engine.cancel(names[mode])
 
     def _record(
-        self, case: str, tokens: int, times: dict[str, list[float]], read_bytes: int = 0
+        self,
+        case: str,
+        tokens: int,
+        times: dict[str, list[float]],
+        batch: int = 0,
+        context: int = 0,
     ) -> None:
         median = {name: statistics.median(values) for name, values in times.items() if values}
-        read_s = median.pop("read", 0.0) * read_bytes / READ_BYTES
+        read_s = self._bound.step_s(median.pop("read", 0.0), batch, context)
         rate = {name: tokens / value for name, value in median.items()}
         engines = [name for name in self._engines if name in median]
         ratio = {name: median["dense"] / median[name] for name in engines if "dense" in median}
@@ -195,9 +195,8 @@ class Bench:
                     if turn:
                         times[mode].append(value)
             for _ in range(STEPS):
-                times["read"].append(_timed(self._read.sum))
-        read_bytes = self._weight_bytes + batch * context * self._kv_bytes
-        self._record(f"decode {batch} x {context}", batch, times, read_bytes)
+                times["read"].append(self._bound.probe_s())
+        self._record(f"decode {batch} x {context}", batch, times, batch, context)
 
 
 def _shown(figures: Mapping[str, float], name: str, form: str = "{:.2f}") -> str:

@@ -9,6 +9,7 @@ import torch
 from baton.engine.loading.open import load_weights
 from baton.engine.selfcheck.dense import DenseLlama
 from baton.engine.selfcheck.engine_under_test import WARM_TOKENS, EngineUnderTest
+from baton.engine.selfcheck.read_bound import ReadBound
 from baton.model.artifact import resolve_model
 from baton.types.geometry import BLOCK_TOKENS
 
@@ -19,10 +20,14 @@ _STEPS = 4
 
 
 class Speed(NamedTuple):
-    """Speed of the engine as a multiple of the dense program's."""
+    """Speed of the engine as a multiple of the dense program's.
+
+    ``bound_share`` is the least time of a decode step by ``ReadBound``, divided by the actual one.
+    """
 
     prefill: float
     decode: float
+    bound_share: float
 
 
 class NoPeerError(ValueError):
@@ -50,7 +55,9 @@ def _measure(model: str, dtype: str) -> Speed:
         raise NoPeerError(f"the dense program supports Llama, not {artifact.config.family}")
     context = PROMPT_TOKENS + _ROUNDS * _STEPS + 8
     with torch.inference_mode():
-        dense = DenseLlama(artifact.config, load_weights(artifact, dtype), BATCH, context)
+        weights = load_weights(artifact, dtype)
+        bound = ReadBound(weights, artifact.config, dtype)
+        dense = DenseLlama(artifact.config, weights, BATCH, context)
     blocks = BATCH * -(-(PROMPT_TOKENS + WARM_TOKENS) // BLOCK_TOKENS)
     engine = EngineUnderTest(artifact, dtype, "exact", blocks)
     prompt = torch.randint(artifact.config.vocab_size, (1, PROMPT_TOKENS))
@@ -64,14 +71,18 @@ def _measure(model: str, dtype: str) -> Speed:
     names = engine.warm(BATCH, PROMPT_TOKENS // 2)
     tokens = torch.randint(artifact.config.vocab_size, (BATCH, 1))
     steps: list[tuple[float, float]] = []
+    least_s: list[float] = []
     for position in range(PROMPT_TOKENS // 2, PROMPT_TOKENS // 2 + _ROUNDS * _STEPS):
         began = time.perf_counter()
         tokens = dense.step(tokens, position)
         between = time.perf_counter()
         engine.step()
         steps.append((between - began, time.perf_counter() - between))
+        least_s.append(bound.step_s(bound.probe_s(), BATCH, position))
     engine.cancel(names)
-    return Speed(_ratio(prefills[1:]), _ratio(steps[_STEPS:]))  # the first ones warm the caches
+    del prefills[0], steps[:_STEPS]  # they warm the caches
+    share = statistics.median(least_s) / statistics.median(engine for _, engine in steps)
+    return Speed(_ratio(prefills), _ratio(steps), share)
 
 
 def _ratio(times: list[tuple[float, float]]) -> float:

@@ -316,9 +316,10 @@ def _speed(config: FleetConfig) -> str:
         return f"{description()}; not measured: {missing}"
     text = (
         f"{description()}; prefill {speed.prefill:.1f} x and decode {speed.decode:.1f} x a plain "
-        f"torch program, with {threads} threads"
+        f"torch program, with {threads} threads; decode at {speed.bound_share:.2f} of the rate at "
+        "which this machine reads weights and KV"
     )
-    if min(speed) < 1.0:
+    if min(speed.prefill, speed.decode) < 1.0:
         raise RuntimeError(f"slower than expected: {text}")
     return text
 
