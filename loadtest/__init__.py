@@ -1,1 +1,1 @@
-"""Load tests over HTTP for any server, plus labs and a simulator for Baton."""
+"""Load tests over HTTP for any server, plus drills and a simulator for Baton."""

@@ -13,12 +13,10 @@ class Progress:
 
     Attributes:
         awaited: What the command waits for.
-        until_s: Time on the monotonic clock at which the wait ends; None: unknown.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.awaited = ""
-        self.until_s: float | None = None
         self._say = say
         self._said_s = time.monotonic()
 
@@ -43,6 +41,4 @@ class Progress:
     def _show(self, over: threading.Event) -> None:
         while not over.wait(max(self._said_s + _SILENT_S - time.monotonic(), 0.01)):
             if time.monotonic() - self._said_s >= _SILENT_S:
-                left_s = 0.0 if self.until_s is None else self.until_s - time.monotonic()
-                left = f", {left_s:.0f} s left" if left_s > 0 else ""
-                self.say(f"waiting for {self.awaited}{left}")
+                self.say(f"waiting for {self.awaited}")

@@ -4,9 +4,6 @@
     ... --quick        fewer rows
     ... --smoke        toy shapes in Triton's interpreter
     ... --positions    only the check of each position, small enough for compute-sanitizer
-    ... --libraries    own kernels beside cuDNN, FA2 and cuBLAS instead
-    ... --profile      time of a decode step by kernel instead
-    ... --tune         search for better tile sizes instead
 
 It needs python3 with only torch and triton (``transformers`` for its rows). Every row is printed
 and written as soon as it is known. Weights and KV are random: speed does not depend on them, and no
@@ -103,11 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the rows here as JSON")
     parser.add_argument("--quick", action="store_true", help="fewer rows")
     parser.add_argument("--smoke", action="store_true", help="toy shapes in the interpreter")
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--positions", action="store_true", help="only the check of each position")
-    only.add_argument("--libraries", action="store_true", help="own kernels beside libraries")
-    only.add_argument("--profile", action="store_true", help="time of a decode step by kernel")
-    only.add_argument("--tune", action="store_true", help="search for better tile sizes")
+    parser.add_argument("--positions", action="store_true", help="only the check of each position")
     parser.add_argument(
         "--no-transformers", action="store_true", help="omit the rows of transformers"
     )
@@ -133,9 +126,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.record["setup"] = _setup(options.smoke)
     report.say(json.dumps(report.record["setup"]))
     torch.set_grad_enabled(False)
-    if instead := _instead(options):
-        instead(machine, report)
-        return 0
     from benchmarks.gpu.checks import checks, position_checks
 
     failed = _correctness(report, (position_checks if options.positions else checks)(machine))
@@ -146,23 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.smoke:  # its figures have no meaning
         _summary(report)
     return 1 if failed else 0
-
-
-def _instead(options: argparse.Namespace) -> Callable[[Any, Report], None] | None:
-    """Return what to run instead of checks and figures."""
-    if options.tune:
-        from benchmarks.gpu.tune import tune
-
-        return tune
-    if options.libraries:
-        from benchmarks.gpu.libraries import compare
-
-        return compare
-    if options.profile:
-        from benchmarks.gpu.step_profile import profile_steps
-
-        return profile_steps
-    return None
 
 
 def _setup(smoke: bool) -> dict[str, Any]:

@@ -108,16 +108,6 @@ def _wall(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def layer_products(shape: DecoderShape) -> dict[str, tuple[int, int]]:
-    """Return outputs and inputs of the products of a layer."""
-    return {
-        "qkv": (shape.qkv_width, shape.hidden_size),
-        "o": (shape.hidden_size, shape.num_heads * shape.head_dim),
-        "gate_up": (2 * shape.intermediate_size, shape.hidden_size),
-        "down": (shape.hidden_size, shape.intermediate_size),
-    }
-
-
 def random_decoder(
     machine: Machine, num_blocks: int, *, exact: bool, fp8: bool = False
 ) -> CudaDecoder:

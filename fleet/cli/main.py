@@ -36,7 +36,6 @@ _PLACES = {
     "usage": "fleet.cli.usage:usage",
     "router": "fleet.cli.router:router",
     "certs": "fleet.cli.certs:certs",
-    "lab": "loadtest.lab.cli:lab",
     "simulate": "loadtest.simulator.cli:simulate",
     "config": "fleet.cli.inspection:config_app",
     "keys": "fleet.cli.keys:keys_app",

@@ -18,9 +18,9 @@ from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED
 from loadtest.drill.drills import DRILLS
 from loadtest.drill.fleet import DrillError
+from loadtest.drill.phases import PhaseFigures
 from loadtest.drill.runner import DrillOptions, DrillRunner
 from loadtest.drill.verdict import DrillOutcome
-from loadtest.goodput.phases import PhaseFigures
 from loadtest.results.page import write_whole
 
 _ALL = "all"

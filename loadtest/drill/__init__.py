@@ -3,7 +3,9 @@
 drills.py   the drills, and the tolerated effects of each
 faults.py   the faults: signals to processes of this machine, admin commands, traffic
 fleet.py    state of the fleet: workers, blocks
-overload.py overload of a fleet with latency limits: phases and judgement
+measure.py  the rate that a fleet with latency limits holds
+overload.py overload of such a fleet: phases and judgement (no I/O)
+phases.py   load in phases of different rates, and their figures (no I/O)
 runner.py   golden responses, load, fault, recovery
 verdict.py  judgement from records and block counts (no I/O)
 """

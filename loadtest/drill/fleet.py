@@ -26,10 +26,6 @@ class DrillFaultError(RuntimeError):
     """The fleet did not handle the fault; the message is part of the verdict."""
 
 
-class _Fleet(msgspec.Struct):
-    workers: list[ShownWorker]
-
-
 class FleetView:
     """Client of a local router's ``GET /fleet``, which needs an operator's key."""
 
@@ -52,23 +48,28 @@ class FleetView:
     async def workers(self) -> list[ShownWorker]:
         """Return every worker that the router has."""
         try:
-            answer = (await self._http.get("/fleet")).raise_for_status()
-            return msgspec.json.decode(answer.content, type=_Fleet).workers
-        except httpx.HTTPError as error:
-            raise DrillError(f"{self._http.base_url}/fleet: {http_reason(error)}") from error
-        except msgspec.DecodeError as error:
+            return msgspec.convert((await self._get("/fleet")).get("workers"), list[ShownWorker])
+        except msgspec.ValidationError as error:
             raise DrillError(f"{self._http.base_url}/fleet: {error}") from error
 
     async def models(self) -> dict[str, Any]:
         """Return the models of the fleet, and the routes of names with their gates."""
+        return await self._get("/fleet/models")
+
+    async def slo(self) -> tuple[float, float] | None:
+        """Return the fleet's limits of TTFT and ITL in seconds; None if it has none."""
+        slo = (await self._get("/fleet/planner"))["slo"]
+        return None if slo is None else (float(slo["ttft_s"]), float(slo["itl_s"]))
+
+    async def _get(self, path: str) -> dict[str, Any]:
         try:
-            answer = (await self._http.get("/fleet/models")).raise_for_status()
-            models: dict[str, Any] = answer.json()
+            answer = (await self._http.get(path)).raise_for_status()
+            found: dict[str, Any] = answer.json()
         except httpx.HTTPError as error:
-            raise DrillError(f"{self._http.base_url}/fleet/models: {http_reason(error)}") from error
+            raise DrillError(f"{self._http.base_url}{path}: {http_reason(error)}") from error
         except ValueError as error:
-            raise DrillError(f"{self._http.base_url}/fleet/models: {error}") from error
-        return models
+            raise DrillError(f"{self._http.base_url}{path}: {error}") from error
+        return found
 
     async def change_models(self, body: dict[str, Any]) -> str:
         """Change the routes of a name, or the golden prompts of a model; return the error or ""."""

@@ -12,6 +12,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from loadtest.client.records import CallRecord
+from loadtest.drill.phases import (
+    GoodLimits,
+    LoadPhase,
+    PhaseFigures,
+    figures_of,
+    is_refused,
+    phases_of,
+)
 from loadtest.drill.verdict import (
     DrillOutcome,
     SentLoad,
@@ -20,14 +28,6 @@ from loadtest.drill.verdict import (
     shortened,
     wrong_ends,
     wrong_tokens,
-)
-from loadtest.goodput.phases import (
-    GoodLimits,
-    LoadPhase,
-    PhaseFigures,
-    figures_of,
-    is_refused,
-    phases_of,
 )
 from loadtest.metrics.summary import error_name
 

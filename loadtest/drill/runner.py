@@ -17,11 +17,10 @@ from loadtest.drill.bad_canary import model_with_copy
 from loadtest.drill.drills import DRILLS, Drill
 from loadtest.drill.faults import Scene
 from loadtest.drill.fleet import DrillError, DrillFaultError, FleetView, all_at_rest, all_ready
+from loadtest.drill.measure import alone_s, goodput, held_rate, send_phases
 from loadtest.drill.overload import HOLDS_SHARE, judge_overload, overload_phases
+from loadtest.drill.phases import GoodLimits, PhaseFigures, figures_of, phased_plan
 from loadtest.drill.verdict import DrillOutcome, InjectedFault, SentLoad, ShownWorker, judge
-from loadtest.goodput.fleet import SizedFleet
-from loadtest.goodput.measure import alone_s, goodput, held_rate, send_phases
-from loadtest.goodput.phases import GoodLimits, PhaseFigures, figures_of, phased_plan
 from loadtest.workloads.arrivals import arrival_times_s
 from loadtest.workloads.plan import Conversation, Plan, Segment, Turn
 from loadtest.workloads.prompts import UNIQUE_KEYS
@@ -95,7 +94,7 @@ class DrillRunner:
         async with FleetView(options.local.url, options.local.operator_key) as fleet:
             if not all_at_rest(workers := await fleet.wait(all_at_rest, _READY_LIMIT_S)):
                 raise DrillError(f"the fleet is not idle before the drill: {_summary(workers)}")
-            if name == "overload" and (limits := await self._limits()) is not None:
+            if name == "overload" and (limits := await self._limits(fleet)) is not None:
                 return await self._overload(fleet, limits)
             run = await self._load_and_fault(drill, Scene(fleet, options.local))
             await self._probe_until_answered(run)
@@ -114,14 +113,12 @@ class DrillRunner:
         verdict = judge(fault, load, golden, workers)
         return msgspec.structs.replace(verdict, faults=[*run.faults, *verdict.faults])
 
-    async def _limits(self) -> GoodLimits | None:
+    async def _limits(self, fleet: FleetView) -> GoodLimits | None:
         """Return the fleet's latency limits, and the time of a prompt alone; None without."""
-        local = self._options.local
+        slo = await fleet.slo()
+        if slo is None:
+            return None
         try:
-            with SizedFleet(local.url, local.operator_key) as router:
-                slo = await asyncio.to_thread(router.slo)
-            if slo is None:
-                return None
             own_s = await alone_s(self._options.server)
         except ServerError as error:
             raise DrillError(str(error)) from error

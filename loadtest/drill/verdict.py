@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from loadtest.client.records import CallRecord
-from loadtest.goodput.phases import PhaseFigures
+from loadtest.drill.phases import PhaseFigures
 from loadtest.metrics.summary import error_name
 
 _TYPED_ERRORS = ("http_error", "stream_error")

@@ -62,9 +62,9 @@ CLI_HEAD = """\
 | 1 | failed, with an error on standard error; `status`: a worker is not ready |
 | 2 | wrong arguments |
 | 3 | no fleet is running |
-| 130 | Ctrl-C, SIGTERM or SIGHUP ended a load test, lab or drill early; what was measured is kept |
+| 130 | Ctrl-C, SIGTERM or SIGHUP ended a load test or drill early; what was measured is kept |
 
-Commands that print data take `--json`; load tests and labs write `results.json`. Errors and
+Commands that print data take `--json`; load tests write `results.json`. Errors and
 progress go to standard error. A check or drill that was not passed, and a `--wait` that was not
 done in time, exit with 1.
 `--out` never overwrites the results of an earlier run.

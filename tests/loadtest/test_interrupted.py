@@ -10,15 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
-from loadtest.commands.points import measured
 from loadtest.commands.running import ended_by_signals
 from tests.loadtest.simulator.test_simulator import SAMPLE
-from tests.matrix.tiny import write_tiny
 
 
 def interrupted(
@@ -61,55 +58,6 @@ def interrupted(
     return out, told + more
 
 
-def test_points_before_ctrl_c_are_kept() -> None:
-    def measure(point: int) -> int:
-        if point == 3:
-            raise KeyboardInterrupt
-        return 10 * point
-
-    rows = measured([1, 2, 3, 4], measure)
-    assert (rows, rows.left_out) == ([10, 20], 2)
-    assert measured([1, 2], measure).left_out == 0
-    with pytest.raises(KeyboardInterrupt):
-        measured([1, 2, 3], measure, at_least=3)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("number", "group"),
-    [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGHUP, True)],
-)
-def test_a_lab_keeps_its_points(tmp_path: Path, number: int, group: bool) -> None:
-    model = write_tiny(tmp_path / "tiny")
-    arguments = ("lab", "chunks", "--model", model, "--out", str(tmp_path / "lab"))
-    out, told = interrupted(*arguments, sign="point 2 of 6", number=number, group=group)
-    assert "PARTIAL" in out
-    findings = json.loads((tmp_path / "lab" / "results.json").read_text())["findings"]
-    assert findings["left_out"] > 0
-    assert len(findings["rows"]) == 6 - findings["left_out"] + 1  # and one as served
-    assert "Partial." in (tmp_path / "lab" / "report.html").read_text()
-    assert "Traceback" not in told
-
-
-@pytest.mark.timeout(120)
-def test_a_lab_without_a_point_writes_nothing(tmp_path: Path) -> None:
-    model = write_tiny(tmp_path / "tiny")
-    _, told = interrupted(
-        "lab", "chunks", "--model", model, "--out", str(tmp_path / "lab"), sign="point 1 of 6"
-    )
-    assert "nothing was written" in told and "Traceback" not in told
-    assert not (tmp_path / "lab").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_sigterm_ends_the_fleet_of_a_lab(tmp_path: Path) -> None:
-    arguments = ("lab", "canary", "--quick", "--out", str(tmp_path / "lab"))
-    _, told = interrupted(*arguments, sign="equal: chat@2 gets", number=signal.SIGTERM, group=False)
-    assert "nothing was written" in told and "Traceback" not in told
-
-
 def test_a_signal_ends_a_command_once_even_where_sigint_is_ignored() -> None:
     found = signal.getsignal(signal.SIGTERM)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as of a shell's background job
@@ -138,10 +86,12 @@ def test_an_ignored_sighup_stays_ignored() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.slow
-def test_a_simulation_has_the_figures_of_the_requests_so_far() -> None:
+@pytest.mark.parametrize(("number", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_a_simulation_has_the_figures_of_the_requests_so_far(number: int, group: bool) -> None:
     arguments = ("simulate", str(SAMPLE), "--limit", "1500", "--prefill", "4", "--decode", "4")
+    arguments += ("--policy", "all", "--json")
     out, told = interrupted(
-        *arguments, "--policy", "all", "--json", sign="simulated in", after_s=3.0
+        *arguments, sign="simulated in", after_s=3.0, number=number, group=group
     )
     found = json.loads(out)
     for whole in found[:-1]:

@@ -4,8 +4,8 @@ import pytest
 
 from loadtest.client.records import CallRecord
 from loadtest.drill.overload import judge_overload, overload_phases, recovery_s
+from loadtest.drill.phases import GoodLimits, phased_plan
 from loadtest.drill.verdict import DrillOutcome, SentLoad
-from loadtest.goodput.phases import GoodLimits, phased_plan
 from tests.loadtest.drill.test_verdict import GOLDEN, ended, worker
 from tests.loadtest.metrics.test_metrics import record
 

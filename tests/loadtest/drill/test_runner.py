@@ -6,13 +6,15 @@ from loadtest.client.records import ServerOptions
 from loadtest.commands.options import LocalFleet
 from loadtest.drill import runner
 from loadtest.drill.fleet import DrillError
-from loadtest.goodput.phases import PhaseFigures
+from loadtest.drill.phases import PhaseFigures
 from tests.loadtest.drill import test_overload as overload
 from tests.loadtest.drill.test_verdict import GOLDEN, ended, worker
 
 
 class View:
     """A fleet of two workers at rest."""
+
+    limits: tuple[float, float] | None = None
 
     def __init__(self, *_: object) -> None:
         self._workers = [worker(), worker(id="decode-1")]
@@ -25,6 +27,9 @@ class View:
     async def workers(self):
         return self._workers
 
+    async def slo(self):
+        return self.limits
+
     async def wait(self, condition, limit_s: float):
         assert condition(self._workers)
         return self._workers
@@ -36,15 +41,6 @@ def run(monkeypatch):
 
     async def go(slo, capacity: float, holds: float | None = None, **load: float):
         tried: list[float] = []
-
-        class Router:
-            def __init__(self, *_: object) -> None: ...
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *_: object) -> None: ...
-            def slo(self):
-                return slo
 
         async def alone(_: ServerOptions) -> float:
             return 0.5
@@ -67,8 +63,9 @@ def run(monkeypatch):
         async def otherwise(self, drill, scene):
             raise LookupError("a drill without limits")
 
-        for name, fake in (("FleetView", View), ("SizedFleet", Router), ("alone_s", alone)):
-            monkeypatch.setattr(runner, name, fake)
+        monkeypatch.setattr(View, "limits", slo)
+        monkeypatch.setattr(runner, "FleetView", View)
+        monkeypatch.setattr(runner, "alone_s", alone)
         monkeypatch.setattr(runner, "goodput", measured)
         monkeypatch.setattr(runner, "send_phases", sent)
         monkeypatch.setattr(runner.DrillRunner, "_probe_until_answered", probed)

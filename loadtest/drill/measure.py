@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from loadtest.client.processes import run_clients
 from loadtest.client.records import CallRecord, ServerOptions
 from loadtest.client.server import ServerError
-from loadtest.goodput.phases import (
-    ANSWER_TOKENS,
+from loadtest.drill.phases import (
     GoodLimits,
     LoadPhase,
     PhaseFigures,
@@ -27,19 +26,11 @@ TRIED = (1.0, 0.9, 0.8, 0.7, 0.6)
 _ALONE = 4
 
 
-async def send_phases(
-    phases: Sequence[LoadPhase],
-    server: ServerOptions,
-    answer_tokens: int = ANSWER_TOKENS,
-    on_start: Callable[[float], None] | None = None,
-) -> list[CallRecord]:
-    """Send the load of some phases; return the records when all requests have ended.
-
-    ``on_start`` receives second 0 of the first phase on the monotonic clock.
-    """
+async def send_phases(phases: Sequence[LoadPhase], server: ServerOptions) -> list[CallRecord]:
+    """Send the load of some phases; return the records when all requests have ended."""
     records: list[CallRecord] = []
-    plan = phased_plan(phases, secrets.randbits(32), answer_tokens)
-    await run_clients(plan, server, clients=1, record=records.append, on_start=on_start)
+    plan = phased_plan(phases, secrets.randbits(32))
+    await run_clients(plan, server, clients=1, record=records.append)
     return records
 
 
@@ -61,15 +52,11 @@ async def alone_s(server: ServerOptions) -> float:
 
 
 async def goodput(
-    rate: float,
-    seconds: float,
-    server: ServerOptions,
-    limits: GoodLimits,
-    answer_tokens: int = ANSWER_TOKENS,
+    rate: float, seconds: float, server: ServerOptions, limits: GoodLimits
 ) -> PhaseFigures:
     """Return the figures of some seconds at one rate."""
     (phase,) = phases_of([(f"{rate:.2f}/s", rate, seconds)])
-    return figures_of(phase, await send_phases([phase], server, answer_tokens), limits)
+    return figures_of(phase, await send_phases([phase], server), limits)
 
 
 Measure = Callable[[float], Awaitable[PhaseFigures]]

@@ -91,7 +91,7 @@ def phases_of(rates: Sequence[tuple[str, float, float]]) -> list[LoadPhase]:
     return phases
 
 
-def phased_plan(phases: Sequence[LoadPhase], seed: int, answer_tokens: int = ANSWER_TOKENS) -> Plan:
+def phased_plan(phases: Sequence[LoadPhase], seed: int) -> Plan:
     """Return a plan with random arrivals: rate × length requests in each phase.
 
     Prompts of another seed have other words, so that no cache has them.
@@ -107,7 +107,7 @@ def phased_plan(phases: Sequence[LoadPhase], seed: int, answer_tokens: int = ANS
         Turn(
             index=index,
             prompt=(Segment(UNIQUE_KEYS + index, PROMPT_TOKENS),),
-            max_tokens=answer_tokens,
+            max_tokens=ANSWER_TOKENS,
         )
         for index in range(len(starts_s))
     ]
@@ -143,16 +143,3 @@ def figures_of(phase: LoadPhase, records: Sequence[CallRecord], limits: GoodLimi
         late=answered - good,
         failed=len(own) - answered - refused,
     )
-
-
-def good_over_time(
-    records: Sequence[CallRecord], limits: GoodLimits, until_s: float, width_s: float
-) -> list[float]:
-    """Return good responses per second of requests planned in each interval of ``width_s``."""
-    slo = limits.slo()
-    counts = [0] * round(until_s / width_s)
-    for record in records:
-        place = int(record.intended_s / width_s)
-        if place < len(counts) and slo.met_by(record):
-            counts[place] += 1
-    return [count / width_s for count in counts]

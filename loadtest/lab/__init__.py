@@ -1,1 +1,0 @@
-"""`baton lab NAME`: experiments on common questions of operators, each with a table and a plot."""
