@@ -39,6 +39,27 @@ def cache_root() -> Path:
     return _temporary()
 
 
+def replace_file(file: Path, contents: bytes, *, durable: bool = False) -> None:
+    """Replace a file at once by one that only this user may read.
+
+    ``durable`` waits for the disk: else a power failure can leave an empty file.
+
+    Raises:
+        OSError: It cannot be written; the previous content is unchanged.
+    """
+    descriptor, scratch = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(contents)
+            if durable:
+                stream.flush()
+                os.fsync(descriptor)
+        Path(scratch).replace(file)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+
+
 @cache
 def _temporary() -> Path:
     """Return this user's folder in /tmp, or a new one where others may have made or changed it."""

@@ -57,9 +57,13 @@ async def take_lease(lease: FleetLease, fleet: str, fix: str, *, by_force: bool 
 class LeaseKeeper:
     """Takes a fleet's lease, and renews it in a thread until `stop`."""
 
-    def __init__(self, redis_url: str, fleet: str, url: str) -> None:
+    def __init__(
+        self, redis_url: str, fleet: str, url: str, fix: str = "", *, by_force: bool = False
+    ) -> None:
         self._redis_url = redis_url
         self._fleet = fleet
+        self._fix = fix
+        self._by_force = by_force
         self._me = this_process(url)
         self._began = threading.Event()
         self._stop = threading.Event()
@@ -102,8 +106,7 @@ class LeaseKeeper:
 
     async def _hold(self, lease: FleetLease) -> None:
         try:
-            fix = "stop it there, or set another name with `fleet:` or another Redis"
-            await take_lease(lease, self._fleet, fix)
+            await take_lease(lease, self._fleet, self._fix, by_force=self._by_force)
         except Exception as error:  # noqa: BLE001 - raised in `start`
             self._problem = error
             return

@@ -7,26 +7,15 @@ An example:
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
-from pydantic import (
-    BaseModel,
-    ValidationError,
-)
+from pydantic import BaseModel, ValidationError
 
-from baton.config.attached import AttachedServer, AttachedServers
-from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
-from baton.config.engine import QuantisationConfig, SpeculationConfig
-from baton.config.external_engine import LlamaServerConfig, VllmConfig
 from baton.config.fleet_file import FleetConfig
-from baton.config.identity import OidcConfig
-from baton.config.lane import AdaptersConfig, GatesConfig, LaneConfig
-from baton.config.network import FleetTlsConfig, HttpsConfig
 from baton.config.other_words import own_path
-from baton.config.pools import EngineConfig, KvTiersConfig, PoolsConfig, TensorParallelConfig
 from baton.config.section import problem_of
 from baton.config.yaml_text import KeyPath, YamlTextError, dotted, parse_yaml
 
@@ -141,31 +130,31 @@ def _known_path(location: KeyPath, source: _Source) -> KeyPath:
 
 
 def _suggestion(path: KeyPath) -> str:
-    inner: dict[str | int, type[BaseModel]] = {
-        "pools": PoolsConfig,
-        "tensor_parallel": TensorParallelConfig,
-        "adapters": AdaptersConfig,
-        "gates": GatesConfig,
-        "speculation": SpeculationConfig,
-        "quantisation": QuantisationConfig,
-        "engine": EngineConfig,
-        "vllm": VllmConfig,
-        "llama_server": LlamaServerConfig,
-        "servers": AttachedServers,
-        "dns": AttachedServer,
-        **{number: AttachedServer for number in path[-2:-1] if isinstance(number, int)},
-        "kv_tiers": KvTiersConfig,
-        "tls": FleetTlsConfig if path[0] == "pools" else HttpsConfig,
-        "clients": ClientLimitsConfig,
-        "oidc": OidcConfig,
-        **{name: LaneConfig for name in path[1:2] if path[0] == "models"},
-        "…": ApiKeyConfig,
-    }
-    parent = path[-2] if len(path) > 1 else ""
-    keys = inner.get(parent, FleetConfig).model_fields
+    keys = _section_at(path[:-1]).model_fields
     near = difflib.get_close_matches(str(path[-1]), keys, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     return f"{hint} (known keys: {', '.join(keys)})"
+
+
+def _section_at(path: KeyPath) -> type[BaseModel]:
+    """Return the section that a key belongs to whose section has this path."""
+    section: type[BaseModel] = FleetConfig
+    is_name = False  # of a model or an API key
+    for step in path:
+        key = "list" if isinstance(step, int) else step  # a list is short for this key
+        if not is_name and key in section.model_fields:
+            section = next(_sections_in(section.model_fields[key].annotation), section)
+            is_name = key in ("models", "api_keys")
+        else:
+            is_name = False
+    return section
+
+
+def _sections_in(kind: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        yield kind
+    for part in get_args(kind):
+        yield from _sections_in(part)
 
 
 def _short(value: object) -> str:

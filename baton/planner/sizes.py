@@ -107,7 +107,7 @@ class SizePlanner:
         if total > self._most:
             needs = (0.0, 0.0)
             if figures is not None:
-                needs = (figures.prefill_need, max(figures.decode_need, figures.decode_now))
+                needs = (figures.prefill_need, figures.most_decode)
             role = self._role_to_shrink(sizes, needs, limit=inf) or "prefill"
             return self._shrunk(sizes, role, f"at most {self._most} are allowed", now_ns)
         idle_ns = now_ns - (now_ns if self._busy_ns is None else self._busy_ns)
@@ -162,8 +162,7 @@ class SizePlanner:
 
     def _note_needs(self, figures: Figures | None, light: bool, now_ns: int) -> None:
         if figures is not None:
-            decode_need = max(figures.decode_need, figures.decode_now)
-            self._needs.append((now_ns, figures.prefill_need, decode_need))
+            self._needs.append((now_ns, figures.prefill_need, figures.most_decode))
         elif light:
             self._needs.append((now_ns, 0.0, 0.0))
         while self._needs and now_ns - self._needs[0][0] > self._after_ns:
@@ -218,7 +217,7 @@ class SizePlanner:
         if self._load(sizes, figures) <= _FULL:  # only prompts that wait ask for a worker
             return "prefill"
         prefill_load = figures.prefill_need / sizes["prefill"]
-        decode_load = max(figures.decode_need, figures.decode_now) / sizes["decode"]
+        decode_load = figures.most_decode / sizes["decode"]
         return "prefill" if prefill_load >= decode_load else "decode"
 
     def _shrunk(self, sizes: Mapping[Role, int], role: Role, why: str, now_ns: int) -> WantedSizes:
@@ -243,8 +242,7 @@ class SizePlanner:
         return bool(sizes.get("prefill", 0)) or self._colocated or sizes["decode"] == 1
 
     def _load(self, sizes: Mapping[Role, int], figures: Figures) -> float:
-        decode_need = max(figures.decode_need, figures.decode_now)
-        return _load_of(sizes, figures.prefill_need, decode_need)
+        return _load_of(sizes, figures.prefill_need, figures.most_decode)
 
     def _may_change(self, now_ns: int) -> bool:
         return self._changed_ns is None or now_ns - self._changed_ns >= _EVERY_NS

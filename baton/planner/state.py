@@ -1,9 +1,9 @@
 """Input and output of the planner."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
+from batonpb.common_pb2 import WorkerStatus
 
 from baton.registry.types import Role
 
@@ -64,20 +64,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     max_streams: int = 1 << 30
 
 
-class PlannerReport(Protocol):
-    """Load report of a worker, as far as the planner reads it; ``WorkerStatus`` has all of it."""
-
-    steps: int
-    prefill_token_s: float
-    prefill_context_s: float
-    decode_base_s: float
-    decode_row_s: float
-    decode_context_s: float
-    answering: int
-    queued_prompt_tokens: int
-
-
-def state_of(worker_id: str, role: Role, report: PlannerReport, max_streams: int) -> WorkerState:
+def state_of(worker_id: str, role: Role, report: WorkerStatus, max_streams: int) -> WorkerState:
     """Return the state of a worker from its last load report."""
     return WorkerState(
         worker_id=worker_id,
@@ -121,6 +108,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     decode_need: float
     prefill_wait_s: float
     decode_now: float
+
+    @property
+    def most_decode(self) -> float:
+        """Decode workers that both what arrives and the streams of now need."""
+        return max(self.decode_need, self.decode_now)
 
 
 class RoleChange(msgspec.Struct, frozen=True, kw_only=True, tag="turn"):

@@ -80,13 +80,7 @@ class AdminCommands:
     async def take(self) -> AdminCommand | None:
         """Take the oldest command, for the controller."""
         (raw,) = await self._registry.send(("RPOP", self._registry.key("orders")))
-        if raw is None:
-            return None
-        try:
-            return msgspec.msgpack.decode(raw, type=AdminCommand)
-        except msgspec.DecodeError as error:
-            self._registry.skip("orders", str(error))
-            return None
+        return self._registry.decoded("orders", raw, AdminCommand)
 
     async def answer(self, order: AdminCommand, answer: CommandReply) -> None:
         """Reply to a command."""

@@ -151,7 +151,6 @@ class EventFeed:
         self._refreshes: dict[bytes, bytes] = {}
         self._turn = 0
         self._present: set[bytes] = set()  # incarnations in Redis; others have no snapshot
-        self.connected = False
 
     @property
     def gaps(self) -> int:
@@ -174,10 +173,8 @@ class EventFeed:
                     yield item
                 if beat:
                     next_beat_s = now_s + REFRESH_S
-                self.connected = True
                 await asyncio.sleep(_POLL_S)
             except RegistryUnavailableError:
-                self.connected = False
                 next_beat_s = 0.0
                 await asyncio.sleep(_RETRY_S)
 

@@ -68,22 +68,14 @@ class SharedGates:
         ((runner, flat),) = await self._registry.send(call)
         raw = {bytes(flat[i]): bytes(flat[i + 1]) for i in range(0, len(flat), 2)}
         golden = raw.pop(b"round", None)
-        return GateSums(_evidence(raw), bytes(runner) == router_id.encode(), self._round(golden))
+        last_round = self._registry.decoded("gate", golden, GoldenRound, msgspec.json.decode)
+        return GateSums(_evidence(raw), bytes(runner) == router_id.encode(), last_round)
 
     async def put_round(self, name: str, since_ms: int, golden: GoldenRound) -> None:
         """Write the last round of golden prompts."""
         key = self._key(name, since_ms)
         raw = msgspec.json.encode(golden)
         await self._registry.send(("HSET", key, "round", raw), ("PEXPIRE", key, _KEPT_MS))
-
-    def _round(self, raw: bytes | None) -> GoldenRound | None:
-        if raw is None:
-            return None
-        try:
-            return msgspec.json.decode(raw, type=GoldenRound)
-        except msgspec.DecodeError as error:
-            self._registry.skip("gate", str(error))
-            return None
 
     def _key(self, name: str, since_ms: int) -> bytes:
         return self._registry.key(f"gate:{since_ms}:{name}")

@@ -1,27 +1,35 @@
 """Small JSON files that outlive the process that writes them."""
 
 import logging
-import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from baton.folders import replace_file
+
 _LOG = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
+
+
+def kept(file: Path | None, kind: type[_Value]) -> _Value | None:
+    """Return the value in a file; None without a file, or if it is damaged, which is logged."""
+    if file is None:
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        _LOG.warning("cannot read %s: %s", file, error)
+        return None
 
 
 def keep(file: Path | None, value: Any) -> None:
-    """Write ``value`` as JSON, atomically, for this user only. None as file writes nothing.
-
-    A failure is only logged.
-    """
+    """Write ``value`` as JSON into a file, if there is one. A failure is only logged."""
     if file is None:
         return
-    scratch = file.with_suffix(f".{os.getpid()}.new")  # routers of one host share the file
     try:
-        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(msgspec.json.encode(value))
-        scratch.replace(file)
+        replace_file(file, msgspec.json.encode(value))
     except OSError as error:
         _LOG.warning("cannot write %s: %s", file, error)

@@ -150,8 +150,6 @@ class KvEventPublisher:
         self._ledger = HashLedger(incarnation)
         self._ledger.needs_snapshot = True  # announces the incarnation, even when it is empty
         self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self.connected = False
         self.snapshots = 0
 
     @property
@@ -161,8 +159,7 @@ class KvEventPublisher:
 
     def start(self) -> None:
         """Start publishing. Needs a running event loop."""
-        if self._task is None:
-            self._task = self._tasks.keep(self._run, "kv events")
+        self._tasks.keep(self._run, "kv events")
 
     def publish(
         self, stored: Sequence[bytes] = (), removed: Sequence[bytes] = (), cleared: bool = False
@@ -174,11 +171,7 @@ class KvEventPublisher:
 
     async def stop(self) -> None:
         """Stop publishing; keys in Redis expire, or ``deregister`` removes them."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        await self._tasks.close()
 
     async def _run(self) -> None:
         next_refresh_s = 0.0
@@ -188,11 +181,9 @@ class KvEventPublisher:
                     await self._refresh()
                     next_refresh_s = time.monotonic() + REFRESH_S
                 await self._flush()
-                self.connected = True
             except RegistryUnavailableError:
                 # The last batch may or may not have taken effect; a snapshot is right either way.
                 self._ledger.lost()
-                self.connected = False
                 await asyncio.sleep(_RETRY_S)
                 continue
             with contextlib.suppress(TimeoutError):

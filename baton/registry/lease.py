@@ -75,10 +75,4 @@ class FleetLease:
 
     async def _holder(self) -> LeaseHolder | None:
         (raw,) = await self._registry.send(("GET", self._key))
-        if raw is None:
-            return None
-        try:
-            return msgspec.msgpack.decode(raw, type=LeaseHolder)
-        except msgspec.DecodeError as error:
-            self._registry.skip("lease", str(error))
-            return None
+        return self._registry.decoded("lease", raw, LeaseHolder)

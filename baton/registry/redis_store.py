@@ -41,7 +41,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
@@ -79,6 +79,7 @@ _WRONG_SERVER = (
 _CODES = ("READONLY", "LOADING", "MASTERDOWN", "MOVED", "CLUSTERDOWN", "NOREPLICAS")
 
 _LOG = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
 
 
 class RegistryUnavailableError(ConnectionError):
@@ -217,6 +218,22 @@ class Registry:
             except UnicodeDecodeError as error:
                 self.skip(repr(raw), str(error))
         return names
+
+    def decoded(
+        self,
+        name: str,
+        raw: bytes | None,
+        kind: type[_Value],
+        decode: Callable[..., _Value] = msgspec.msgpack.decode,
+    ) -> _Value | None:
+        """Return a value of Redis; None without one, or if it is unreadable, which is reported."""
+        if raw is None:
+            return None
+        try:
+            return decode(raw, type=kind)
+        except msgspec.DecodeError as error:  # another version, or damaged
+            self.skip(name, str(error))
+            return None
 
     def skip(self, name: str, reason: str) -> None:
         """Log and report an unreadable record, once per name and reason."""

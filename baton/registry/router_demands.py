@@ -72,38 +72,26 @@ class RouterDemands:
             ("PEXPIRE", key, _TTL_MS),
             ("GET", self._registry.key("plan")),
         )
-        self.plan = self._readable_plan(plan)
-        names = self._registry.names_in(raws)
-        return self._readable({name: raws[raw] for name, raw in names.items()}, router_id)
+        self.plan = self._registry.decoded("plan", plan, PlannedSizes) or PlannedSizes()
+        return self._readable(raws, router_id)
 
     async def report_plan(self, plan: PlannedSizes) -> None:
         """Report the result of the planner; it is valid for ten seconds."""
         raw = msgspec.msgpack.encode(plan)
         await self._registry.send(("SET", self._registry.key("plan"), raw, "PX", _PLAN_TTL_MS))
 
-    def _readable_plan(self, raw: bytes | None) -> PlannedSizes:
-        if raw is not None:
-            try:
-                return msgspec.msgpack.decode(raw, type=PlannedSizes)
-            except msgspec.DecodeError as error:  # another version
-                self._registry.skip("plan", str(error))
-        return PlannedSizes()
-
     async def read(self) -> dict[str, RouterDemand]:
         """Return the loads of all routers, also of some that are gone."""
         (raws,) = await self._registry.send(("HGETALL", self._registry.key("routers")))
-        names = self._registry.names_in(raws)
-        return self._readable({name: raws[raw] for name, raw in names.items()}, "")
+        return self._readable(raws, "")
 
-    def _readable(self, raws: Mapping[str, bytes], own_id: str) -> dict[str, RouterDemand]:
-        demands = {}
-        for router_id, raw in raws.items():
-            try:
-                if router_id != own_id:
-                    demands[router_id] = msgspec.msgpack.decode(raw, type=RouterDemand)
-            except msgspec.DecodeError as error:  # another version
-                self._registry.skip(f"router {router_id}", str(error))
-        return demands
+    def _readable(self, raws: Mapping[bytes, bytes], own_id: str) -> dict[str, RouterDemand]:
+        read = {
+            router_id: self._registry.decoded(f"router {router_id}", raws[name], RouterDemand)
+            for router_id, name in self._registry.names_in(raws).items()
+            if router_id != own_id
+        }
+        return {router_id: demand for router_id, demand in read.items() if demand is not None}
 
     async def forget(self, *router_ids: str) -> None:
         """Remove routers that are gone."""

@@ -41,8 +41,6 @@ class VersionedTable(Generic[TableT]):
     """Table in Redis. Every call may raise the registry's ``RegistryUnavailableError``.
 
     Args:
-        registry: Registry of the whole fleet.
-        name: Name of the key.
         kind: Structure of the table; its ``version`` is the time of the change in ms, or 0.
         parts: Name of each part in Redis, and the attribute with its value.
     """

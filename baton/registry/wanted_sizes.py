@@ -28,17 +28,11 @@ async def read(registry: Registry, of: str) -> Wanted:
     Sizes that were set for another file do not apply, since that file has its own.
     """
     (raw,) = await registry.send(("GET", registry.key("wanted")))
-    if raw is not None:
-        try:
-            wanted = msgspec.msgpack.decode(raw, type=Wanted)
-        except msgspec.DecodeError as error:
-            registry.skip("wanted", str(error))
-        else:
-            if wanted.of == of:
-                return wanted
-            nodes = wanted.closed_nodes
-            return Wanted(of=of, closed_nodes=nodes, drained=wanted.drained, auto=wanted.auto)
-    return Wanted(of=of)
+    wanted = registry.decoded("wanted", raw, Wanted) or Wanted(of=of)
+    if wanted.of == of:
+        return wanted
+    nodes = wanted.closed_nodes
+    return Wanted(of=of, closed_nodes=nodes, drained=wanted.drained, auto=wanted.auto)
 
 
 async def write(registry: Registry, wanted: Wanted) -> None:

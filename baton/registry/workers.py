@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from baton.registry.connection import RedisUrlError
-from baton.registry.json_file import keep
+from baton.registry.json_file import keep, kept
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import Role, WorkerRecord, WorkerState
 from baton.telemetry.tasks import BackgroundTasks
@@ -41,15 +41,13 @@ class Presence:
         self._registry = registry
         self._tasks = BackgroundTasks("presence", count_failure)
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
         self._stopping = False
         self.record = record
         self.connected = False
 
     def start(self) -> None:
         """Start refreshing. Needs a running event loop."""
-        if self._task is None:
-            self._task = self._tasks.keep(self._run, "presence")
+        self._tasks.keep(self._run, "presence")
 
     def update(self, state: WorkerState, reason: str = "") -> None:
         """Change the state; it is written at once, or when Redis is back."""
@@ -63,16 +61,11 @@ class Presence:
 
     async def stop(self) -> None:
         """Stop refreshing and take the worker out of the registry and the index."""
-        if self._task is not None:
-            # Not cancelled in the middle of a heartbeat: it could reach Redis after `deregister`.
-            self._stopping = True
-            self._changed.set()
-            await asyncio.wait((self._task,), timeout=_LAST_HEARTBEAT_S)
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
-            self._stopping = False
+        # Not cancelled in the middle of a heartbeat: it could reach Redis after `deregister`.
+        self._stopping = True
+        self._changed.set()
+        await self._tasks.settle(_LAST_HEARTBEAT_S)
+        await self._tasks.close()
         with contextlib.suppress(RegistryUnavailableError):
             await self._registry.deregister(self.record)
 
@@ -199,7 +192,7 @@ class RegistryWatcher:
                 _LOG.warning("using the last known workers, registry unreachable: %s", error)
             self.connected = False
             self._missing_since_s.clear()
-            return [] if self.workers else self._apply(self._load())
+            return [] if self.workers else self._apply(self._last_known())
         self.connected = True
         self._changes = changes
         self._whole_s = now_s + WHOLE_S
@@ -238,10 +231,5 @@ class RegistryWatcher:
             keep(self._file, self.workers)
         return changes
 
-    def _load(self) -> dict[str, WorkerRecord]:
-        if self._file is None:
-            return {}
-        try:
-            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, WorkerRecord])
-        except (OSError, msgspec.DecodeError):
-            return {}
+    def _last_known(self) -> dict[str, WorkerRecord]:
+        return kept(self._file, dict[str, WorkerRecord]) or {}

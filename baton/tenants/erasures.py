@@ -24,11 +24,8 @@ class Erasures:
     async def forgotten(self) -> Forgotten:
         """Return the deletions; none if they are unreadable, which is logged."""
         (raw,) = await self._registry.send(("HGET", self._registry.key("tenants"), "forgotten"))
-        try:
-            return msgspec.json.decode(raw or b"{}", type=Forgotten)
-        except msgspec.DecodeError as error:
-            self._registry.skip("tenants", str(error))
-            return Forgotten()
+        known = self._registry.decoded("tenants", raw, Forgotten, msgspec.json.decode)
+        return known or Forgotten()
 
     async def report(self, deletion: str, name: str, counts: Mapping[str, int]) -> None:
         """Report what a router or worker has deleted."""

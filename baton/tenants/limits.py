@@ -15,11 +15,7 @@ AMOUNTS = ("rpm", "tpm", "tpd", "concurrent", "budget")
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Amount of one calendar month (UTC).
-
-    Attributes:
-        tokens: Tokens of prompts and answers.
-    """
+    """Amount of one calendar month (UTC)."""
 
     tokens: _Count
 

@@ -111,10 +111,8 @@ class SharedKeys:
     async def put(self, changes: Sequence[Change], until_ms: int = 0) -> bool:
         """Write records; all of up to 256 or none.
 
-        Args:
-            changes: Records.
-            until_ms: Time of Redis' clock after which nothing is written, so that a delayed call
-                has no effect; 0: none.
+        ``until_ms``: time of Redis' clock after which nothing is written, so that a delayed call
+        has no effect; 0: none.
 
         Returns:
             False if a value is not the expected one: another router has changed it.

@@ -1,7 +1,9 @@
 """Panels of the Grafana dashboards: titles, units, PromQL."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 PRICE = "price_per_worker_hour"
 
@@ -11,7 +13,6 @@ class Panel:
     """One panel of a dashboard.
 
     Attributes:
-        title: Heading.
         unit: Grafana's name of the unit of all queries.
         queries: Legend and PromQL of each line; ``$fleet`` is the selected fleet.
         stacked: Whether the lines are stacked.
@@ -31,6 +32,10 @@ def _rate(metric: str, *by: str, where: str = "") -> str:
     return f"sum{grouped} (rate({metric}{{{chosen}}}[$__rate_interval]))"
 
 
+def _rate_or_0(metric: str, *by: str) -> str:
+    return f"{_rate(metric, *by)} or vector(0)"
+
+
 def _charged(part: str, tokens: str) -> str:
     """Return the worker seconds of a token by tenant, with the label ``part``."""
     seconds = _rate("baton_charged_seconds_total", "tenant", where=f'part="{part}"')
@@ -40,6 +45,9 @@ def _charged(part: str, tokens: str) -> str:
 
 def _quantile(share: float, metric: str, *by: str) -> str:
     return f"histogram_quantile({share}, {_rate(f'{metric}_bucket', *by, 'le')})"
+
+
+_p95 = partial(_quantile, 0.95)
 
 
 def _mean(metric: str, *by: str) -> str:
@@ -68,9 +76,21 @@ def _plot(
     return Panel(title, unit, ((legend, query),), stacked, text)
 
 
+def _by(
+    title: str,
+    unit: str,
+    query: Callable[..., str],
+    metric: str,
+    *labels: str,
+    **more: Any,
+) -> Panel:
+    """Return a panel with a line for each value of the labels."""
+    legend = " ".join(f"{{{{{label}}}}}" for label in labels) or title
+    return _plot(title, unit, legend, query(metric, *labels), **more)
+
+
 def _counted(title: str, metric: str, *by: str) -> Panel:
-    legend = " ".join(f"{{{{{label}}}}}" for label in by) or title
-    return _plot(title, "short", legend, _rate(f"{metric}_total", *by))
+    return _by(title, "short", _rate, f"{metric}_total", *by)
 
 
 _OUR_PREFIX = "baton_prefix_tokens_total"
@@ -88,14 +108,13 @@ _PROMPT = _rate("baton_prompt_tokens_total")
 _OUTPUT = _rate("baton_generation_tokens_total")
 
 _OVERVIEW = (
-    _plot(
-        "Workers by state", "short", "{{role}} {{state}}", _gauge("baton_workers", "role", "state")
-    ),
-    _plot(
+    _by("Workers by state", "short", _gauge, "baton_workers", "role", "state"),
+    _by(
         "Requests per second by status",
         "reqps",
-        "{{status}}",
-        _rate("baton_requests_total", "status"),
+        _rate,
+        "baton_requests_total",
+        "status",
         stacked=True,
     ),
     Panel("Time to first token", "s", _quantiles("baton_time_to_first_token_seconds")),
@@ -186,20 +205,10 @@ _LATENCY = (
         stacked=True,
         text="The phases add up to the end-to-end latency.",
     ),
-    _plot(
-        "Request time by phase, p95",
-        "s",
-        "{{phase}}",
-        _quantile(0.95, "baton_phase_seconds", "phase"),
-    ),
+    _by("Request time by phase, p95", "s", _p95, "baton_phase_seconds", "phase"),
     Panel("Time to second token", "s", _quantiles("baton_time_to_second_token_seconds")),
     Panel("Time per output token", "s", _quantiles("baton_time_per_output_token_seconds")),
-    _plot(
-        "Engine step duration by kind, mean",
-        "s",
-        "{{worker}} {{kind}}",
-        _mean("baton_step_seconds", "worker", "kind"),
-    ),
+    _by("Engine step duration by kind, mean", "s", _mean, "baton_step_seconds", "worker", "kind"),
     _plot(
         "Prompt tokens per second of prefill time",
         "short",
@@ -207,12 +216,7 @@ _LATENCY = (
         _PREFILL_SPEED,
         text="Speed of each worker, independent of its load.",
     ),
-    _plot(
-        "Requests per engine step, mean",
-        "short",
-        "{{worker}}",
-        _mean("baton_batch_requests", "worker"),
-    ),
+    _by("Requests per engine step, mean", "short", _mean, "baton_batch_requests", "worker"),
     Panel("Time from cancel to release at the worker", "s", _quantiles("baton_release_seconds")),
 )
 _KV = (
@@ -223,12 +227,7 @@ _KV = (
         _gauge("baton_kv_blocks", "worker", "state", where='state!="total"'),
         stacked=True,
     ),
-    _plot(
-        "Leased share of the KV pool",
-        "percentunit",
-        "{{worker}}",
-        _gauge("baton_kv_usage_ratio", "worker"),
-    ),
+    _by("Leased share of the KV pool", "percentunit", _gauge, "baton_kv_usage_ratio", "worker"),
     _counted("Evictions per second", "baton_kv_evictions", "worker"),
     _counted("Preemptions per second", "baton_preemptions", "worker"),
     _plot(
@@ -257,12 +256,7 @@ _KV = (
         f"{_rate(_OUR_PREFIX, where=_FOUND_LOCALLY)} / {_rate(_OUR_PREFIX, where=_ROUTER)}",
     ),
     _counted("Hand-offs per second", "baton_transfers", "worker", "outcome"),
-    _plot(
-        "KV transfer rate",
-        "Bps",
-        "{{worker}} {{direction}}",
-        _rate("baton_transfer_bytes_total", "worker", "direction"),
-    ),
+    _by("KV transfer rate", "Bps", _rate, "baton_transfer_bytes_total", "worker", "direction"),
     Panel("Hand-off duration, first chunk to commit", "s", _quantiles("baton_transfer_seconds")),
     Panel(
         "Hand-off time that delays the client", "s", _quantiles("baton_transfer_exposed_seconds")
@@ -277,9 +271,7 @@ _KV = (
     ),
 )
 _ROUTER = (
-    _plot(
-        "Placements by mode", "short", "{{mode}}", _rate("baton_routes_total", "mode"), stacked=True
-    ),
+    _by("Placements by mode", "short", _rate, "baton_routes_total", "mode", stacked=True),
     Panel(
         "TTFT predicted and actual, mean",
         "s",
@@ -288,18 +280,13 @@ _ROUTER = (
             ("{{mode}} actual", _mean("baton_actual_seconds", "mode")),
         ),
     ),
-    _plot(
-        "TTFT prediction error, p95",
-        "s",
-        "{{mode}}",
-        _quantile(0.95, "baton_prediction_error_seconds", "mode"),
-    ),
+    _by("TTFT prediction error, p95", "s", _p95, "baton_prediction_error_seconds", "mode"),
     Panel(
         "Regret per request",
         "s",
         (
             ("{{mode}} mean", _mean("baton_router_regret_seconds", "mode")),
-            ("p95", _quantile(0.95, "baton_router_regret_seconds")),
+            ("p95", _p95("baton_router_regret_seconds")),
         ),
         text="Cost of the chosen placement minus that of the best, computed afterwards.",
     ),
@@ -318,31 +305,25 @@ _FAULTS = (
     _counted("Deadlines exceeded per second", "baton_timeouts", "phase"),
     _counted("Requests cancelled per second", "baton_cancellations", "phase"),
     _counted("Client timeouts per second", "baton_client_timeouts", "kind"),
-    _plot(
-        "Requests rejected per second",
-        "short",
-        "{{code}}",
-        f"{_rate('baton_rejections_total', 'code')} or vector(0)",
-    ),
+    _by("Requests rejected per second", "short", _rate_or_0, "baton_rejections_total", "code"),
     _counted("Poison requests per second", "baton_poison_requests"),
     _counted("Request leases expired per second", "baton_orphans", "worker"),
     Panel(
         "Damaged KV chunks per second",
         "short",
         (
-            (
-                "{{worker}} rejected",
-                f"{_rate('baton_chunks_refused_total', 'worker')} or vector(0)",
-            ),
+            ("{{worker}} rejected", _rate_or_0("baton_chunks_refused_total", "worker")),
             ("{{worker}} pulled again", _rate("baton_chunks_repaired_total", "worker")),
         ),
     ),
     _counted("Quarantines per second", "baton_quarantines", "worker"),
-    _plot(
+    _by(
         "Background task failures per second",
         "short",
-        "{{component}} {{task}}",
-        f"{_rate('baton_task_failures_total', 'component', 'task')} or vector(0)",
+        _rate_or_0,
+        "baton_task_failures_total",
+        "component",
+        "task",
     ),
     _plot(
         "Redis connected",
@@ -371,14 +352,13 @@ _COST = (
         "output",
         f'{_OUTPUT} / sum(baton_workers{{fleet="$fleet", state="ready"}})',
     ),
-    _plot(
-        "Engine utilisation", "percentunit", "{{worker}}", _rate("baton_step_seconds_sum", "worker")
-    ),
-    _plot(
+    _by("Engine utilisation", "percentunit", _rate, "baton_step_seconds_sum", "worker"),
+    _by(
         "Output tokens per second by tenant",
         "short",
-        "{{tenant}}",
-        _rate("baton_generation_tokens_total", "tenant"),
+        _rate,
+        "baton_generation_tokens_total",
+        "tenant",
         stacked=True,
     ),
     _plot(

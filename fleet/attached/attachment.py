@@ -42,15 +42,12 @@ class Attachment:
     """A server of one lane, and its worker while it has one.
 
     Args:
-        entry: The server.
-        kind: Kind of the servers.
         settings: Returns the settings of the worker's life with a number.
         alone_on_host: Whether no other server of the fleet has its host.
         changed: Called after each change of the phase.
 
     Attributes:
         phase: ``starting`` until the server was looked at, then as in the picture.
-        reason: Reason for a phase other than ``ready``.
         epoch: Number of the worker's life.
     """
 

@@ -17,8 +17,11 @@ from functools import partial
 import msgspec
 
 from baton.config.fleet_file import FleetConfig
+from baton.engine.llama_server.attached import LlamaServers
 from baton.engine.parent import die_with_parent
 from baton.engine.remote.attached import ServerKind
+from baton.engine.vllm.attached import VllmServers
+from baton.model.artifact import resolve_model
 from baton.registry.admin_commands import AdminCommands, CommandReply
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import worker_name
@@ -27,7 +30,6 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.types.lanes import worker_prefix
 from baton.wire.process_end import exit_process
 from fleet.attached.attachment import Attachment
-from fleet.attached.kinds import kind_of
 from fleet.attached.sources import ServerEntry, ServerSource
 from fleet.pools.resources import ControllerSpec, worker_settings
 from fleet.pools.slots import Launch
@@ -58,15 +60,7 @@ class AttachedSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneServers:
-    """Servers of one model: they follow their source.
-
-    Args:
-        config: Configuration of the lane.
-        kind: Kind of its servers.
-        source: Source of its servers.
-        settings: Settings of the process.
-        tasks: Tasks of the process.
-    """
+    """Servers of one model: they follow their source."""
 
     def __init__(
         self,
@@ -228,6 +222,20 @@ async def _lane(
         raise ValueError(f"{config.fleet}: there are no `servers`")
     kind = await asyncio.get_running_loop().run_in_executor(None, kind_of, config)
     return LaneServers(config, kind, ServerSource(servers), settings, tasks)
+
+
+def kind_of(config: FleetConfig) -> ServerKind:
+    """Return the servers of a lane's model, whose files are read without weights. Blocks.
+
+    Raises:
+        ModelError: The model is missing.
+    """
+    find = partial(resolve_model, config.model, allow_unsupported=True, with_weights=False)
+    if config.pools.engine.external == "llama-server":
+        return LlamaServers(find())
+    reference = config.model.removeprefix("hub:").partition("@")[0]
+    adapters = config.adapters.max_loaded * config.wants_adapters
+    return VllmServers((*config.model_names, reference), find(), adapters, config.pools.hand_off)
 
 
 def _first_line() -> bytes:

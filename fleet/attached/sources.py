@@ -21,12 +21,9 @@ class ServerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Server as its source describes it.
 
     Attributes:
-        url: Its URL.
         address: Address to connect to, one of several of the URL's host; empty: the host.
         events: ZeroMQ endpoints of its KV events, each with the one that repeats them, or "";
             None: those of vLLM's default are tried.
-        label: Name in lists.
-        drain: Whether it takes no new requests.
     """
 
     url: str

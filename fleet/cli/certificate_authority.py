@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from baton.folders import replace_file
 from baton.wire.tls import CertificateError
-from fleet.local.state import write_whole
 
 CA = "ca"
 FLEET = "fleet"
@@ -166,5 +166,6 @@ def _write(
     raw = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    write_whole(folder / f"{kind}.key", raw)
-    write_whole(folder / f"{kind}.pem", certificate.public_bytes(serialization.Encoding.PEM))
+    replace_file(folder / f"{kind}.key", raw, durable=True)
+    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    replace_file(folder / f"{kind}.pem", pem, durable=True)

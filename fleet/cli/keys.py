@@ -22,7 +22,7 @@ from rich.table import Column, Table
 from baton.config.clients import ApiKeyConfig
 from baton.config.secrets import SecretError, read_api_keys
 from baton.tenants.key_record import KeyRecord, issue, new_key
-from fleet.cli.common import fail
+from fleet.cli.common import JsonOption, fail
 from fleet.cli.reach import HERE, FleetAddress, ask_router
 from loadtest.commands.option_groups import with_options
 
@@ -36,7 +36,6 @@ keys_app = typer.Typer(
     help="Issue, list, rotate and revoke API keys. Routers store hashes only.", no_args_is_help=True
 )
 
-_JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _IdArgument = Annotated[str, typer.Argument(help="Id of the key, the second part of its text.")]
 
 
@@ -80,7 +79,7 @@ def create(
         typer.Option("--expires", help="Lifetime, such as 90d, 12h or 30m. Default: none."),
     ] = None,
     at: FleetAddress = HERE,
-    as_json: _JsonOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Issue an API key and print it. It is shown once; routers accept it when this returns."""
     try:
@@ -97,7 +96,7 @@ def create(
 
 @keys_app.command("ls")
 @with_options()
-def ls(at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
+def ls(at: FleetAddress = HERE, as_json: JsonOption = False) -> None:
     """List the issued API keys. Keys in the fleet file have no id and are not listed."""
     listed = ask_router(at.reach(), "GET", _PATH)
     if as_json:
@@ -128,7 +127,7 @@ def rotate(
         str | None, typer.Option("--expires", help="Lifetime. Default: that of the old key.")
     ] = None,
     at: FleetAddress = HERE,
-    as_json: _JsonOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Issue a successor of an API key and print it. The old key expires after the overlap."""
     key = new_key()
@@ -149,7 +148,7 @@ def rotate(
 
 @keys_app.command("revoke")
 @with_options()
-def revoke(key_id: _IdArgument, at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
+def revoke(key_id: _IdArgument, at: FleetAddress = HERE, as_json: JsonOption = False) -> None:
     """Revoke an API key for good. Every router refuses it when this returns.
 
     Running responses finish. Without Redis, the routers of one host refuse it: repeat the command
@@ -172,7 +171,7 @@ def import_(
         Path, typer.Argument(help="File of `key: tenant` lines, as `clients.api_keys_file`.")
     ],
     at: FleetAddress = HERE,
-    as_json: _JsonOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Issue the API keys in a file under new ids, so that the lines can be removed.
 

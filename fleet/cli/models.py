@@ -13,7 +13,7 @@ from rich.table import Column, Table
 
 from baton.config.golden_file import GoldenFileError, read_golden
 from baton.types.lanes import split_version
-from fleet.cli.common import fail
+from fleet.cli.common import JsonOption, fail
 from fleet.cli.models_add import add
 from fleet.cli.models_check import check
 from fleet.cli.reach import HERE, FleetAddress, ask_router
@@ -38,7 +38,7 @@ _VersionArgument = Annotated[
 @with_options()
 def ls(
     at: FleetAddress = HERE,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """List the models with their workers, and the names with their models."""
     listed = ask_router(at.reach(), "GET", _PATH)
@@ -152,7 +152,7 @@ def gate(
         typer.Option(help="File of golden prompts that replaces those before.", metavar="FILE"),
     ] = None,
     at: FleetAddress = HERE,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run the golden prompts of a model at all its workers.
 

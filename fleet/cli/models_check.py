@@ -9,13 +9,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from fleet.cli.common import JsonOption
+
 if TYPE_CHECKING:
     from baton.model.artifact import ModelArtifact
 
 
 def check(
     model: Annotated[str, typer.Argument(help="Model reference, like `model:` in a fleet file.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show a model's family, tokens, chat template and memory, and what would be refused.
 

@@ -12,6 +12,7 @@ from baton.config.secrets import SecretError
 from baton.engine.remote.attached import UnfitServerError
 from baton.engine.remote.http import HttpOrigin
 from baton.engine.vllm.attached import ModelCard, last_part, read_card
+from baton.folders import replace_file
 from baton.types.errors import UnavailableError
 from fleet.attached.sources import entry_of
 from fleet.cli import lifecycle
@@ -114,7 +115,7 @@ def of_servers(attach: list[str], model: str | None, key_file: Path | None) -> d
 def _written(fleet: str, text: str) -> Path:
     """Write the file of a fleet into its folder."""
     file = fleet_state.state_folder(fleet) / "fleet.yaml"
-    fleet_state.write_whole(file, text.encode())
+    replace_file(file, text.encode(), durable=True)
     return file
 
 

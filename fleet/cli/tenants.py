@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,9 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fleet.cli.common import fail
+from fleet.cli.common import JsonOption, fail
 from fleet.cli.reach import HERE, FleetAddress, ask_router
-from fleet.cli.tenants_receipt import receipt_text
 from loadtest.commands.option_groups import with_options
 
 _PATH = "/fleet/tenants"
@@ -25,13 +25,12 @@ tenants_app = typer.Typer(
     help="Limit what tenants may use, at all routers of a fleet together.", no_args_is_help=True
 )
 
-_JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _TenantArgument = Annotated[str, typer.Argument(help="Name of the tenant, as in `baton keys ls`.")]
 
 
 @tenants_app.command("ls")
 @with_options()
-def ls(at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
+def ls(at: FleetAddress = HERE, as_json: JsonOption = False) -> None:
     """List the tenants that have limits, with their limits."""
     listed = ask_router(at.reach(), "GET", _PATH)
     if as_json:
@@ -116,7 +115,7 @@ class _Limits:
 @tenants_app.command("set")
 @with_options()
 def set_(
-    tenant: _TenantArgument, limits: _Limits, at: FleetAddress = HERE, as_json: _JsonOption = False
+    tenant: _TenantArgument, limits: _Limits, at: FleetAddress = HERE, as_json: JsonOption = False
 ) -> None:
     """Change limits of a tenant; those that are not given stay. Routers apply them on return."""
     body = limits.body()
@@ -156,7 +155,7 @@ def _text_logging(log_text: str | None) -> dict[str, Any]:
 
 @tenants_app.command("delete")
 @with_options()
-def delete(tenant: _TenantArgument, at: FleetAddress = HERE, as_json: _JsonOption = False) -> None:
+def delete(tenant: _TenantArgument, at: FleetAddress = HERE, as_json: JsonOption = False) -> None:
     """Delete a tenant's limits, responses, files, batches, logged texts and KV, for good.
 
     Prints a receipt. Revoke its keys first (`baton keys revoke`): they stay, and so do the sums of
@@ -166,9 +165,34 @@ def delete(tenant: _TenantArgument, at: FleetAddress = HERE, as_json: _JsonOptio
     if as_json:
         typer.echo(json.dumps(receipt, indent=2))
     else:
-        Console(highlight=False, soft_wrap=True).print(escape(receipt_text(receipt)))
+        Console(highlight=False, soft_wrap=True).print(escape(_receipt_text(receipt)))
     if receipt["not_deleted"]:
         raise typer.Exit(1)
+
+
+def _receipt_text(receipt: Mapping[str, Any]) -> str:
+    """Return the receipt as lines of text."""
+    deleted = receipt["deleted"]
+    blocks = ", ".join(f"{count:,} {tier}" for tier, count in deleted["kv_blocks"].items())
+    lines = [
+        f"{receipt['tenant']}: deleted at {receipt['time']}, deletion {receipt['deletion']}",
+        f"  limits             {'removed' if receipt['limits'] else 'there were none'}",
+        f"  stored responses   {deleted['responses']:,}",
+        f"  files              {deleted['files']:,}",
+        f"  batches            {deleted['batches']:,}",
+        f"  texts in logs      {deleted['log_lines']:,} lines",
+        f"  KV blocks          {blocks}",
+        f"  confirmed by       {', '.join(receipt['confirmed_by'])}",
+    ]
+    if receipt["shared_cache"]:
+        lines.append("  The KV of all tenants was erased: share_cache_between_tenants is true.")
+    if receipt["valid_keys"]:
+        lines.append(f"  {receipt['valid_keys']} API keys of the tenant stay valid (`baton keys`).")
+    counts = [*deleted["kv_blocks"].values(), *(n for n in deleted.values() if isinstance(n, int))]
+    if not (receipt["limits"] or receipt["valid_keys"] or any(counts)):
+        lines.append("  Nothing of this tenant was found: check the name (`baton keys ls`).")
+    lines += [f"  not deleted        {what}" for what in receipt["not_deleted"]]
+    return "\n".join(lines)
 
 
 def _text(value: int | bool) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fleet.cli.common import fail
+from fleet.cli.common import JsonOption, fail
 from fleet.cli.reach import HERE, FleetAddress, ask_router
 from loadtest.commands.option_groups import with_options
 
@@ -43,7 +43,7 @@ def usage(
     ] = "",
     by: Annotated[str, typer.Option(help="Names of a line: hour, tenant, key, model.")] = "tenant",
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
     at: FleetAddress = HERE,
 ) -> None:
     """Show requests, tokens, worker seconds and costs of tenants. Default: the last 24 hours.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from baton.telemetry.log_export import LogExport
 from baton.tenants.audit import file as audit_file
+from baton.tenants.audit.chain import Entry
 
 
 def operator_name() -> str:
@@ -29,15 +30,10 @@ def audit_here(
 ) -> None:
     """Append an entry to the audit log of a fleet; a failure is only reported.
 
-    Args:
-        path: File of the log.
-        verb: Name of the act.
-        what: Object of the act.
-        say: Receives the problem, if the entry cannot be written.
-        after: State after the act.
+    ``say``: receives the problem, if the entry cannot be written.
     """
     who = f"operator {operator_name()}"
-    entry = audit_file.entry(verb, what, who=who, source=socket.gethostname(), after=after)
+    entry = Entry(verb=verb, what=what, who=who, source=socket.gethostname(), after=after)
     try:
         lines = audit_file.append(path, [entry])
     except (OSError, ValueError) as error:

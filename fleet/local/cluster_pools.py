@@ -1,7 +1,6 @@
 """Worker pools on an existing Ray cluster, without depending on the cluster.
 
     main thread ── ClusterPools ── thread with an event loop:
-                                     lease: renewed every 2 s, in Redis
                                      controller: pinged every 2 s, through Redis
                                      if silent: restarted by a child, `fleet.pools.cluster_call`
 
@@ -25,11 +24,10 @@ import msgspec
 
 from baton.config.fleet_file import FleetConfig
 from baton.registry.admin_commands import AdminCommands
-from baton.registry.lease import LEASE_S, RENEW_EVERY_S, FleetLease, LeaseHolder
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.tasks import BackgroundTasks
-from fleet.lease_keeper import take_lease, this_process
+from fleet.local.fleet_redis import FleetRedis
 from fleet.local.subprocesses import die_with_parent
 from fleet.pools.cluster_call import REFUSED, ClusterCall, ClusterReply
 from fleet.pools.nodes import CapacityError
@@ -39,6 +37,7 @@ from fleet.private_logs import open_log
 _T = TypeVar("_T")
 
 CALL_LIMIT_S = 90.0
+_PING_EVERY_S = 2.0
 _PING_LIMIT_S = 3.0
 _SILENT_S = 6.0  # then the controller is looked up through Ray
 _PAUSE_S = (5.0, 30.0)  # between two attempts: the first pause, the longest
@@ -59,37 +58,27 @@ class RayCluster:
 
 
 class ClusterPools:
-    """Worker pools of one fleet on a cluster. All calls come from the main thread.
+    """Worker pools of one fleet on a cluster. All calls come from the main thread."""
 
-    ``url`` is stored in the lease.
-    """
-
-    def __init__(
-        self, config: FleetConfig, cluster: RayCluster, *, redis_url: str, url: str, log: Path
-    ) -> None:
+    def __init__(self, config: FleetConfig, address: str, redis: FleetRedis, log: Path) -> None:
         self._config = config
-        self._ray_address = cluster.address
-        self._redis_url = redis_url
-        self._take_over = cluster.take_over
+        self._ray_address = address
+        self._redis = redis
         self._log = log
-        self._me = this_process(url)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._tasks = BackgroundTasks("cluster pools")
         self._registry: Registry | None = None
         self._news: deque[str] = deque()
-        self._taken_by: LeaseHolder | None = None
         self._spec: ControllerSpec | None = None
         self.adopted = False  # the fleet existed before this process, or has served
-        self._holds_lease = False
         self._ended: set[str] = set()  # lanes that no file names any more, and that still run
         self.address = ""  # of this node, as other nodes reach it
 
     def start(self, spec: ControllerSpec) -> None:
-        """Take the lease, and start or adopt the controller on this node.
+        """Start or adopt the controller on this node.
 
         Raises:
-            LeaseTakenError: Another live supervisor runs the fleet.
             CapacityError: The cluster cannot be reached or cannot hold the fleet.
         """
         self._spec = spec
@@ -99,7 +88,6 @@ class ClusterPools:
         )
         self._thread.start()
         ready.wait()
-        self._call(self._take_lease(), 3 * LEASE_S)
         replies = [self._call(self._ensure(lane), CALL_LIMIT_S + 5) for lane in self._specs()]
         self.address = replies[0].address
         self.adopted = any(reply.was_there for reply in replies)
@@ -145,9 +133,7 @@ class ClusterPools:
         return slots
 
     def problem(self) -> str:
-        """Return why this process must stop supervising; empty if it need not."""
-        if self._taken_by is not None:
-            return f"the fleet was taken over by {self._taken_by}; its workers keep serving"
+        """Return "": a lost cluster or controller is awaited."""
         return ""
 
     def news(self) -> list[str]:
@@ -172,18 +158,15 @@ class ClusterPools:
             return
         with contextlib.suppress(TimeoutError, RegistryUnavailableError):
             self._call(self._tasks.close(), 3.0)
-        if self._holds_lease and self._taken_by is None:
-            if not (leave and self.adopted):
-                with contextlib.suppress(TimeoutError, RegistryUnavailableError):
-                    self._call(self._stop_lanes({*self._specs(), *self._ended}), 10.0)
+        if self._redis.taken_by is None and not (leave and self.adopted):
             with contextlib.suppress(TimeoutError, RegistryUnavailableError):
-                self._call(FleetLease(self._connected(), self._me).give_up(), 3.0)
+                self._call(self._stop_lanes({*self._specs(), *self._ended}), 10.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _run_loop(self, ready: threading.Event) -> None:
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
-        self._registry = Registry(self._redis_url, self._config.fleet)
+        self._registry = Registry(self._redis.url, self._config.fleet)
         ready.set()
         self._loop.run_forever()
 
@@ -214,33 +197,19 @@ class ClusterPools:
 
     async def _begin_watch(self) -> None:
         self._tasks.keep(ALIVE.run, "alive clock")
-        self._tasks.keep(self._keep_lease, "lease")
         for lane in self._specs():
             await self._watch_lane(lane)
 
     async def _watch_lane(self, lane: str) -> None:
         self._tasks.keep(partial(self._watch_controller, lane), "controller")
 
-    async def _take_lease(self) -> None:
-        lease = FleetLease(self._connected(), self._me)
-        fix = "stop it there, or use --take-over, which keeps its workers running"
-        await take_lease(lease, self._config.fleet, fix, by_force=self._take_over)
-        self._holds_lease = True
-
-    async def _keep_lease(self) -> None:
-        lease = FleetLease(self._connected(), self._me)
-        while self._taken_by is None:
-            await asyncio.sleep(RENEW_EVERY_S)
-            with contextlib.suppress(RegistryUnavailableError):
-                self._taken_by = await lease.renew()
-
     async def _watch_controller(self, lane: str) -> None:
         """Ping a controller; while it is silent, look it up through Ray and restart it."""
         seen_ns = ALIVE.now_ns()
         pause_s = _PAUSE_S[0]
         silent = False
-        while self._taken_by is None and lane in {*self._specs(), *self._ended}:
-            await asyncio.sleep(RENEW_EVERY_S)
+        while self._redis.taken_by is None and lane in {*self._specs(), *self._ended}:
+            await asyncio.sleep(_PING_EVERY_S)
             if lane not in self._specs():
                 continue
             try:

@@ -22,10 +22,16 @@ class FleetRedis:
         self._lease: LeaseKeeper | None = None  # of the fleet's name on a shared Redis
         self.url = ""
 
-    def start(self, run_folder: Path, logs: Path, lease_url: str | None) -> None:
-        """Start or check the server.
+    def start(
+        self, run_folder: Path, logs: Path, lease_url: str, *, on_cluster: bool, take_over: bool
+    ) -> None:
+        """Start or check the server, and take the lease of a shared one.
 
-        ``lease_url`` is written into the lease of a shared server; None: others take the lease.
+        ``lease_url`` is written into the lease, which ``take_over`` takes from a live supervisor.
+
+        Raises:
+            RedisError: The server cannot be used.
+            LeaseTakenError: Another live supervisor runs the fleet.
         """
         if self._config.redis == EMBEDDED:
             own = EmbeddedRedis(run_folder, log_file=logs / "redis.log")
@@ -37,9 +43,11 @@ class FleetRedis:
         server = asyncio.run(check_external(self._config.redis, self._config.fleet))
         self.url = self._config.redis
         self._say(f"redis is {server} at {redacted(self._config.redis)}")
-        if lease_url is not None:
-            self._lease = LeaseKeeper(self.url, self._config.fleet, lease_url)
-            self._lease.start()
+        fix = "stop it there, or set another name with `fleet:` or another Redis"
+        if on_cluster:
+            fix = "stop it there, or use --take-over, which keeps its workers running"
+        self._lease = LeaseKeeper(self.url, self._config.fleet, lease_url, fix, by_force=take_over)
+        self._lease.start()
 
     def keep(self) -> None:
         """Restart an embedded server that died."""

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from baton.config.fleet_file import FleetConfig
 from baton.config.secrets import read_tokens, tokens_in
-from fleet.local.state import state_folder, write_whole
+from baton.folders import replace_file
+from fleet.local.state import state_folder
 
 TOKEN_VARIABLE = "BATON_FLEET_TOKEN"  # noqa: S105 - a name, not a token
 FILE_VARIABLE = "BATON_FLEET_TOKEN_FILE"
@@ -62,7 +63,7 @@ def fleet_token(name: str, config: FleetConfig | None = None) -> KnownToken:
         return given
     file = state_folder(name) / "fleet.token"
     if not file.exists() or not file.stat().st_size:  # a full disk leaves an empty one
-        write_whole(file, secrets.token_urlsafe(32).encode())
+        replace_file(file, secrets.token_urlsafe(32).encode(), durable=True)
     return _of_file(str(file))
 
 

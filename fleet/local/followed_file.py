@@ -22,9 +22,7 @@ class FollowedFile:
     """Configuration that the fleet has, and the change to another one.
 
     Args:
-        config: Configuration at the start.
         reread: Reads the file again; None: it cannot be read again.
-        say: Shows a line on the console.
     """
 
     def __init__(

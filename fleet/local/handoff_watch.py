@@ -20,6 +20,7 @@ _FAILING = (
     "the prompts; see `baton doctor --edges` and `baton logs WORKER`"
 )
 _WORKING = "KV hand-offs work again"
+_RESTARTING = (httpx.HTTPError, OSError, ValueError, KeyError, msgspec.MsgspecError)  # a router
 
 
 class Transfers(msgspec.Struct, frozen=True):
@@ -27,12 +28,6 @@ class Transfers(msgspec.Struct, frozen=True):
 
     count: int
     failures: int
-
-
-class FleetPage(msgspec.Struct, frozen=True):
-    """Part of a router's ``/fleet``."""
-
-    transfers: Transfers
 
 
 class HandoffState:
@@ -57,26 +52,19 @@ class HandoffState:
         return _FAILING.format(failures=failures)
 
 
-class HandoffWatch:
-    """Reads the totals from a router in a thread, and shows the news."""
+def watch_handoffs(read: Callable[[], Transfers], say: Callable[[str], None]) -> Callable[[], None]:
+    """Read the totals in a thread, and show the news; return the function that ends the thread."""
+    stopped = threading.Event()
 
-    def __init__(self, read: Callable[[], Transfers], say: Callable[[str], None]) -> None:
-        self._read = read
-        self._say = say
-        self._stopped = threading.Event()
-        threading.Thread(target=self._watch, daemon=True, name="hand-offs").start()
-
-    def stop(self) -> None:
-        """Stop the thread, which ends before its next look."""
-        self._stopped.set()
-
-    def _watch(self) -> None:
+    def watch() -> None:
         state = HandoffState()
-        while not self._stopped.wait(_LOOK_EVERY_S):
-            # A router may be restarting.
-            with contextlib.suppress(httpx.HTTPError, OSError, msgspec.MsgspecError):
-                if line := state.note(self._read()):
-                    self._say(line)
+        while not stopped.wait(_LOOK_EVERY_S):
+            with contextlib.suppress(*_RESTARTING):
+                if line := state.note(read()):
+                    say(line)
+
+    threading.Thread(target=watch, daemon=True, name="hand-offs").start()
+    return stopped.set
 
 
 def read_transfers(url: str, token: str, certificate: str) -> Transfers:
@@ -89,4 +77,4 @@ def read_transfers(url: str, token: str, certificate: str) -> Transfers:
         verify=trusted(certificate),
     )
     answer.raise_for_status()
-    return msgspec.json.decode(answer.content, type=FleetPage).transfers
+    return msgspec.convert(answer.json()["transfers"], Transfers)

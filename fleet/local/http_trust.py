@@ -30,9 +30,7 @@ def authority_for(url: str, files: Iterable[str]) -> str | None:
 
     It needs none if this machine's CAs, without ``SSL_CERT_FILE``, have signed the certificate.
 
-    Args:
-        url: URL of the server, which runs.
-        files: Files that may contain its CA, the likely ones first.
+    ``files``: files that may contain its CA, the likely ones first.
 
     Returns:
         The first file that verifies the certificate, or None if no file does.

@@ -29,7 +29,7 @@ import psutil
 from baton.config.fleet_file import FleetConfig
 from baton.config.network import TlsFiles
 from baton.config.secrets import SecretError, read_tokens
-from baton.folders import home_folder
+from baton.folders import home_folder, replace_file
 from baton.tenants.audit import file as audit
 from fleet.local.subprocesses import end_processes
 from fleet.process_key import ProcessKey
@@ -170,23 +170,8 @@ class FleetLock:
 
 def save(state: FleetState) -> None:
     """Write a fleet's state, readable by this user only."""
-    write_whole(state_folder(state.name) / "state.json", msgspec.json.encode(state))
-
-
-def write_whole(file: Path, contents: bytes) -> None:
-    """Replace a file atomically; the new one is readable by this user only.
-
-    Raises:
-        OSError: The file cannot be written; the previous content is unchanged.
-    """
-    scratch = file.with_name(f"{file.name}.new")
-    scratch.unlink(missing_ok=True)
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(contents)
-        stream.flush()
-        os.fsync(descriptor)  # else a power failure can leave an empty file
-    scratch.replace(file)
+    file = state_folder(state.name) / "state.json"
+    replace_file(file, msgspec.json.encode(state), durable=True)
 
 
 def load(name: str) -> FleetState | None:

@@ -33,7 +33,7 @@ from fleet.local.cluster_pools import ClusterPools, RayCluster
 from fleet.local.fleet_redis import FleetRedis
 from fleet.local.fleet_token import KnownToken, fleet_token
 from fleet.local.followed_file import FollowedFile, Pools
-from fleet.local.handoff_watch import HandoffWatch, read_transfers
+from fleet.local.handoff_watch import read_transfers, watch_handoffs
 from fleet.local.http_trust import trusted
 from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import OwnOutput, rotate, tail
@@ -97,7 +97,7 @@ class Supervisor:
         self._lock: fleet_state.FleetLock | None = None  # of the state folder
         self._logs = Path()
         self._redis = FleetRedis(config, self._say)
-        self._handoffs: HandoffWatch | None = None
+        self._end_handoff_watch: Callable[[], None] = lambda: None
         self._routers: RouterProcesses | None = None
         self._pools: Pools | None = None
         self._output: OwnOutput | None = None
@@ -168,8 +168,13 @@ class Supervisor:
         fleet_state.enter(self._run_folder)
         self._save_state()
         self._progress.awaited = "Redis"
-        lease_url = self.announced_url if self._cluster is None else None  # else its pools take it
-        self._redis.start(self._run_folder, self._logs, lease_url)
+        self._redis.start(
+            self._run_folder,
+            self._logs,
+            self.announced_url,
+            on_cluster=self._cluster is not None,
+            take_over=self._cluster is not None and self._cluster.take_over,
+        )
         self._save_state()
         sums = fleet_state.state_folder(self._name) / "transfers.json"
         sums.unlink(missing_ok=True)  # an earlier fleet's sums; a restarted router resumes its own
@@ -181,7 +186,7 @@ class Supervisor:
         if self._cluster is not None:
             self._start_routers(self._routers)
         self._wait_until_ready(self._routers)
-        self._handoffs = HandoffWatch(
+        self._end_handoff_watch = watch_handoffs(
             lambda: read_transfers(self.url, self._token.token, self._config.clients.certificate),
             self._say,
         )
@@ -253,8 +258,7 @@ class Supervisor:
             self._pools = LocalPools(self._config, self._run_folder / "r")
         else:
             self._say(f"connecting to Ray at {self._cluster.address}")
-            urls = {"redis_url": self._redis.url, "url": self.announced_url}
-            self._pools = ClusterPools(self._config, self._cluster, log=log, **urls)
+            self._pools = ClusterPools(self._config, self._cluster.address, self._redis, log)
         self._pools.start(self._spec(self._config))
         self._stop.install()
         self._tell_news()
@@ -400,7 +404,8 @@ class Supervisor:
             return
         self._tell_news()
         if (other := self._redis.taken_by) is not None:
-            raise FleetError(f"the fleet was taken over by {other}")
+            kept = "; its workers keep serving" if self._cluster is not None else ""
+            raise FleetError(f"the fleet was taken over by {other}{kept}")
         if problem := self._pools.problem():
             raise RayLostError(f"{problem}; see {self._logs / 'ray.log'}")
 
@@ -428,8 +433,7 @@ class Supervisor:
             stack.callback(fleet_state.forget, self._name)
             stack.callback(fleet_state.sweep, str(self._run_folder))
             stack.callback(self._redis.stop)
-            if self._handoffs is not None:
-                stack.callback(self._handoffs.stop)
+            stack.callback(self._end_handoff_watch)
             stack.callback(self._stop_workers)
             if self._routers is not None:  # first: their requests need the workers
                 self._routers.begin_stop()

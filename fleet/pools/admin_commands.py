@@ -26,7 +26,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,10 +229,14 @@ class CommandDesk:
             return ""
         if not total:
             return "a fleet needs at least one worker; stop it with `baton down`"
-        pools = self.config.pools.model_copy(update=wanted)
-        config = self.config.model_copy(update={"pools": pools})
+        return self._does_not_fit(wanted, nodes, self.placements.closed)
+
+    def _does_not_fit(
+        self, sizes: Mapping[str, int], nodes: Sequence[Node], closed: Collection[str]
+    ) -> str:
+        pools = self.config.pools.model_copy(update=sizes)
         try:
-            check_nodes(config, nodes, self.placements.closed)
+            check_nodes(self.config.model_copy(update={"pools": pools}), nodes, closed)
         except CapacityError as error:
             return str(error)
         return ""
@@ -306,13 +310,9 @@ class CommandDesk:
         if not close:
             closed.discard(address)
             return CommandReply()
-        pools = self.config.pools.model_copy(
-            update={str(r): n for r, n in self.machine.wanted.items()}
-        )
-        try:
-            check_nodes(self.config.model_copy(update={"pools": pools}), nodes, {*closed, address})
-        except CapacityError as error:
-            return CommandReply(f"without {name} the fleet does not fit: {error}")
+        sizes = {str(r): n for r, n in self.machine.wanted.items()}
+        if why := self._does_not_fit(sizes, nodes, {*closed, address}):
+            return CommandReply(f"without {name} the fleet does not fit: {why}")
         closed.add(address)
         moving = [w for w in self.machine.slots if address in self.placements.addresses_of(w)]
         if moving:

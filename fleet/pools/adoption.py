@@ -67,7 +67,7 @@ async def running_actors(fleet: str) -> tuple[list[RunningActor], dict[str, int]
     return running, ended
 
 
-async def end_strangers(fleet: str, lives: LifeTable[Life]) -> None:
+async def end_strangers(fleet: str, lives: LifeTable) -> None:
     """End the fleet's actors that are not followed, such as one whose end was lost."""
     with contextlib.suppress(RayError):
         names = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)

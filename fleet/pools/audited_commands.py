@@ -3,15 +3,18 @@
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from baton.planner.state import WorkerState
 from baton.registry.admin_commands import AdminCommand, CommandReply
 from baton.registry.types import Role
+from baton.tenants.audit.chain import Entry
 from baton.tenants.audit.log import AuditLog
 from fleet.pools.admin_commands import CommandDesk
 
 _READING = frozenset(("ping", "slots", "nodes", "logs", "plan"))
+_planned = partial(Entry, who="planner")
 
 
 async def audit_order(
@@ -23,12 +26,8 @@ async def audit_order(
 ) -> None:
     """Write an entry about a command, unless it only reads.
 
-    Args:
-        log: Audit log.
-        order: The command.
-        answer: The controller's reply.
-        before: State that operators requested, before the command.
-        after: The same state, after it.
+    ``before``: state that operators requested, before the command. ``after``: the same state, after
+    it.
     """
     if order.verb in _READING:
         return
@@ -36,14 +35,15 @@ async def audit_order(
     done: dict[str, Any] = {name: after[name] for name in changed}
     done |= {"arguments": order.arguments} if order.arguments else {}
     done |= {"refused": answer.problem} if answer.problem else {}
-    await log.record(
-        order.verb,
-        " ".join(order.worker_ids) or str(order.arguments.get("node", "")),
+    entry = Entry(
+        verb=order.verb,
+        what=" ".join(order.worker_ids) or str(order.arguments.get("node", "")),
         who=order.who or f"baton at {socket.gethostname()}",
         source=order.source,
         before={name: before.get(name) for name in changed} or None,
         after=done or None,
     )
+    await log.write(entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ class AuditedChanges:
         refused = await self.desk.change_role(worker_id, role)
         if not refused:
             after = {"role": role, "why": reason}
-            await self.log.record("turn", worker_id, who="planner", before=before, after=after)
+            entry = _planned(verb="turn", what=worker_id, before=before, after=after)
+            await self.log.write(entry)
         return refused
 
     async def resize(self, sizes: Mapping[Role, int], reason: str) -> str:
@@ -78,5 +79,5 @@ class AuditedChanges:
         refused = await self.desk.resize(sizes)
         if not refused:
             after = {"pools": dict(sizes), "why": reason}
-            await self.log.record("scale", who="planner", before=before, after=after)
+            await self.log.write(_planned(verb="scale", before=before, after=after))
         return refused

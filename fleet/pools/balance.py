@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, get_args
+from typing import get_args
 
 from baton.registry.types import Role
+from fleet.pools.slots import Slot
 
 MayTurn = Callable[[str, Role], bool]
 """Function that returns whether a worker may get a role; its node may be reserved for the other."""
@@ -13,38 +14,6 @@ LeavingOrder = Callable[[str], tuple[int, ...]]
 """Function that returns a worker's place among those that may leave: the smallest leaves first."""
 
 _ROLES: tuple[Role, ...] = get_args(Role)
-
-
-class PoolMember(Protocol):
-    """Slot of a fleet, as far as the sizes depend on it."""
-
-    @property
-    def worker_id(self) -> str:
-        """Id of the worker."""
-
-    @property
-    def role(self) -> Role:
-        """Role of the worker."""
-
-    @property
-    def number(self) -> int:
-        """Number in the worker's id."""
-
-    @property
-    def leaving(self) -> bool:
-        """True while it is being removed."""
-
-    @property
-    def down(self) -> bool:
-        """True if an operator has drained it."""
-
-    @property
-    def ready(self) -> bool:
-        """True if it accepts requests."""
-
-    @property
-    def has_process(self) -> bool:
-        """True while an incarnation starts, runs or drains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +44,7 @@ def same(worker_id: str) -> tuple[int, ...]:
 
 
 def balance(
-    members: Iterable[PoolMember],
+    members: Iterable[Slot],
     sizes: Mapping[Role, int],
     may_turn: MayTurn = always,
     leaving_order: LeavingOrder = same,

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 
 from baton.registry.types import Role, role_in_name, worker_name
 from fleet.pools.balance import LeavingOrder, MayTurn, always, balance, same
-from fleet.pools.past_slots import PastSlot, PastSlots
 from fleet.pools.slots import (
     BACKOFF_FIRST_NS,
     SECOND_NS,
@@ -66,7 +65,7 @@ class FleetController:
         self._place_limit_ns = place_limit_ns
         self._rolling: list[str] = []
         self._wanted = dict(pools)
-        self._past = PastSlots()
+        self._past: dict[str, Slot] = {}  # removed, or known to the registry only
         self._turns = 0  # the last turn's number
         for role, replicas in self._wanted.items():
             for _ in range(replicas):
@@ -161,10 +160,9 @@ class FleetController:
         worker_id = living.worker_id
         slot = self.slots.get(worker_id)
         if slot is None:
-            past = self._past.get(worker_id, role_in_name(worker_id) or "decode")
-            slot = self.slots[worker_id] = Slot(worker_id, past.role)
-            slot.turn = past.turn
-            slot.epoch = past.epoch
+            past = self._past.get(worker_id, Slot(worker_id, role_in_name(worker_id) or "decode"))
+            slot = Slot(worker_id, past.role, epoch=past.epoch, turn=past.turn)
+            self.slots[worker_id] = slot
         if slot.phase is not Phase.WAITING:
             return
         slot.used = max(living.epoch, slot.epoch)
@@ -189,23 +187,25 @@ class FleetController:
 
     def note_epoch(self, worker_id: str, epoch: int) -> None:
         """Record an epoch that was used, so that the next incarnation gets a higher one."""
-        slot = self.slots.get(worker_id)
-        if slot is None:
-            self.note_record(worker_id, epoch, self._past.get(worker_id, "decode").role, 0)
-        elif slot.phase is Phase.WAITING:
+        slot = self._known(worker_id, "decode")
+        if slot.phase is Phase.WAITING:
             slot.epoch = max(epoch, slot.epoch)
 
     def note_record(self, worker_id: str, epoch: int, role: Role, turn: int) -> None:
         """Record the registry's data on a slot: its last epoch, its role and its turn."""
         self._turns = max(turn, self._turns)
-        slot = self.slots.get(worker_id)
-        if slot is None:
-            self._past.note(worker_id, PastSlot(epoch, role, turn))
-        elif slot.phase is Phase.WAITING:
-            self.note_epoch(worker_id, epoch)
-            if turn > slot.turn:
-                slot.role = role
-                slot.turn = turn
+        slot = self._known(worker_id, role)
+        self.note_epoch(worker_id, epoch)
+        is_past = worker_id not in self.slots
+        if slot.phase is Phase.WAITING and (turn > slot.turn or (is_past and turn == slot.turn)):
+            slot.role = role
+            slot.turn = turn
+
+    def _known(self, worker_id: str, role: Role) -> Slot:
+        """Return a slot, or what is known of a removed one; ``role`` is that of an unknown one."""
+        if worker_id in self.slots:
+            return self.slots[worker_id]
+        return self._past.setdefault(worker_id, Slot(worker_id, role))
 
     def wants(self, worker_id: str, epoch: int) -> bool:
         """Return whether an incarnation that is being placed should still start."""
@@ -317,7 +317,7 @@ class FleetController:
         number = 0
         while (worker_id := worker_name(number, self._prefix)) in self.slots:
             number += 1
-        past = self._past.get(worker_id, role)
+        past = self._past.get(worker_id, Slot(worker_id, role))
         slot = Slot(worker_id, role, epoch=past.epoch, since_ns=now_ns, due_ns=now_ns)
         if past.turn and past.role != role:
             self._relabel(slot, role)
@@ -418,10 +418,10 @@ class FleetController:
         return self._begin_drain(slot, "restarted by an operator", Phase.WAITING, now_ns)
 
     def _retire(self, slot: Slot) -> list[Action]:
-        """Remove a slot, and keep its epoch in case it returns."""
+        """Remove a slot, and keep its epoch and its turn, which must not be used twice."""
         del self.slots[slot.worker_id]
         used = max(slot.epoch, slot.used)
-        self._past.put(slot.worker_id, PastSlot(used, slot.role, slot.turn))
+        self._past[slot.worker_id] = Slot(slot.worker_id, slot.role, epoch=used, turn=slot.turn)
         return [slot.published("dead"), Remove(slot.worker_id)]
 
     def _roll(self, now_ns: int) -> list[Action]:

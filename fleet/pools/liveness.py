@@ -55,22 +55,6 @@ class ShellProcess(msgspec.Struct, frozen=True):
     load: WorkerState | None = None  # of a ready worker
     doing: str = ""  # while it starts
 
-    @classmethod
-    def own(
-        cls,
-        epoch: int,
-        settings_digest: str = "",
-        *,
-        started: bool = False,
-        turned: ReportedRole | None = None,
-        load: WorkerState | None = None,
-    ) -> "ShellProcess":
-        """Return the present process."""
-        key = ProcessKey.of(os.getpid())
-        if key is None:
-            raise RuntimeError("cannot read /proc")
-        return cls(socket.gethostname(), key, epoch, settings_digest, started, turned, load)
-
 
 class Life:
     """The controller's view of one incarnation: its actor, its process and its last response.

@@ -6,59 +6,52 @@ controller; it occupies its slot's placement and has to end.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fleet.pools.liveness import Life
 
 
-class Incarnation(Protocol):
-    """An incarnation; ``named`` is the epoch in its actor's name."""
-
-    epoch: int
-    named: int
-
-
-_Life = TypeVar("_Life", bound=Incarnation)
-
-
-class LifeTable(Generic[_Life]):
+class LifeTable:
     """The followed incarnations, and the actors kept for their slots' next ones."""
 
     def __init__(self) -> None:
-        self._lives: dict[str, _Life] = {}
-        self._kept: dict[str, _Life] = {}
+        self._lives: dict[str, Life] = {}
+        self._kept: dict[str, Life] = {}
         self._suspects: set[tuple[str, int]] = set()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._lives)
 
-    def values(self) -> list[_Life]:
+    def values(self) -> "list[Life]":
         """Return all followed incarnations."""
         return list(self._lives.values())
 
-    def get(self, worker_id: str) -> _Life | None:
+    def get(self, worker_id: str) -> "Life | None":
         """Return the incarnation of a slot."""
         return self._lives.get(worker_id)
 
-    def of(self, worker_id: str, epoch: int) -> _Life | None:
+    def of(self, worker_id: str, epoch: int) -> "Life | None":
         """Return a slot's incarnation if it has this epoch."""
         life = self._lives.get(worker_id)
         return life if life is not None and life.epoch == epoch else None
 
-    def add(self, worker_id: str, life: _Life) -> _Life | None:
+    def add(self, worker_id: str, life: "Life") -> "Life | None":
         """Follow an incarnation; return an earlier one of the slot, which has to end."""
         earlier = self._lives.get(worker_id)
         self._lives[worker_id] = life
         return earlier
 
-    def remove(self, worker_id: str, life: _Life) -> None:
+    def remove(self, worker_id: str, life: "Life") -> None:
         """Stop following this incarnation; a later one of the slot stays."""
         if self._lives.get(worker_id) is life:
             del self._lives[worker_id]
 
-    def keep(self, worker_id: str, life: _Life) -> None:
+    def keep(self, worker_id: str, life: "Life") -> None:
         """Keep the actor of an ended incarnation for the slot's next one."""
         self._kept[worker_id] = life
 
-    def take_kept(self, worker_id: str) -> _Life | None:
+    def take_kept(self, worker_id: str) -> "Life | None":
         """Return the incarnation whose actor was kept, once."""
         return self._kept.pop(worker_id, None)
 

@@ -34,7 +34,6 @@ class Node:
 
     Attributes:
         id: Ray's id, new with each start of the node.
-        name: Host name.
         port: Port of the raylet.
         head: Whether Ray's head runs there.
         roles: Roles that the node is reserved for; empty: not reserved.

@@ -42,7 +42,7 @@ from fleet.pools.ray_process import log_to
 from fleet.pools.resources import NAMESPACE, ControllerSpec, controller_name, exit_reason
 from fleet.pools.sealing import unseal
 from fleet.pools.slot_records import SlotRecords
-from fleet.pools.slots import Action, ChangeRole, Drain, Launch, Publish, Remove, Stop
+from fleet.pools.slots import Action, ChangeRole, Drain, Launch, Remove, Stop
 from fleet.pools.worker_actors import WorkerActors
 
 _LOG = logging.getLogger("fleet.pools.controller")
@@ -72,7 +72,7 @@ class ControllerActor:
         self._placements = Placements(self._config, self._tasks, chooses=not self._spec.host)
         pools = self._config.pools
         self._begin_with(sizes_in(pools.start_sizes))
-        self._lives = LifeTable[Life]()
+        self._lives = LifeTable()
         self._actors = WorkerActors(self._config, self._spec)
         self._records = SlotRecords(self._registry, self._config)
         self._placing: dict[str, asyncio.Event] = {}  # set to abort the start of an incarnation
@@ -150,7 +150,7 @@ class ControllerActor:
                     self._tasks.spawn(self._drain(action), "drain")
                 case Stop():
                     self._tasks.spawn(self._stop(action), "stop")
-                case Publish():
+                case WorkerRecord():
                     _LOG.info(
                         "worker=%s epoch=%d is %s %s",
                         action.worker_id,
@@ -312,7 +312,7 @@ class ControllerActor:
             _LOG.info("adopting worker=%s epoch=%d", worker_id, life.epoch)
             life.on_answer = partial(self._correct, worker_id, life)
             launch = Launch(worker_id, slot.role, slot.epoch)
-            work = self._watch(worker_id, life, worker.actor.record.remote())
+            work = self._watch(worker_id, life, worker.actor.start.remote())
             self._follow(launch, work, life)
             differs = worker.differs(self._actors.settings_digest(launch))
             if differs or self._placements.outgrown(worker_id):
@@ -390,7 +390,7 @@ class ControllerActor:
     async def _refresh(self) -> None:
         """Rewrite all slots' records before they expire, and the state that operators requested."""
         await self._read_wanted_late()
-        await self._records.write_all(self._machine.slots.values())
+        await self._records.write(*(slot.describe() for slot in self._machine.slots.values()))
         with contextlib.suppress(RegistryUnavailableError):
             await self._wanted_state.note(self._machine, self._desk.planning)
 
@@ -399,7 +399,7 @@ class ControllerActor:
 
         All slots are written at once: a router that has read this turn has read all before it.
         """
-        await self._records.write_all(self._machine.slots.values())
+        await self._records.write(*(slot.describe() for slot in self._machine.slots.values()))
         life = self._lives.of(turn.worker_id, turn.epoch)
         if life is not None:
             # An actor of an earlier version has no such method; the record of its slot counts.

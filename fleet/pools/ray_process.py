@@ -25,10 +25,8 @@ def on_this_node(settings: Mapping[str, Any]) -> dict[str, Any]:
 def log_to(file: Path, layout: LogFormat = "text", **fields: str) -> None:
     """Redirect output and crash dumps of this process and its children to one file.
 
-    Args:
-        file: Log file; it is rotated if it is too large.
-        layout: Text, or one JSON object per line.
-        fields: Fields of every JSON object, such as ``fleet`` and ``worker``.
+    ``file``: log file; it is rotated if it is too large. ``fields``: fields of every JSON object,
+    such as ``fleet`` and ``worker``.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists() and file.stat().st_size > _LOG_LIMIT_BYTES:

@@ -7,52 +7,28 @@ process, which saves a start of Python and the imports; else the actor ends too.
 import asyncio
 import gc
 import importlib
+import os
+import socket
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from baton.planner.state import WorkerState
-from baton.registry.types import Role, WorkerRecord
+from baton.registry.types import Role
 from baton.registry.workers import was_replaced
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.pools.liveness import ReportedRole, ShellProcess, StandstillGuard
 from fleet.pools.ray_process import log_to, on_this_node
 from fleet.pools.resources import settings_digest
 from fleet.pools.sealing import unsealed
+from fleet.process_key import ProcessKey
+
+if TYPE_CHECKING:
+    from fleet.worker.worker import Worker
 
 _CLOSING_LIMIT_S = 3.0  # for the end of one worker before the next one starts
-
-
-class RunningWorker(Protocol):
-    """Interface of a started worker."""
-
-    @property
-    def record(self) -> WorkerRecord:
-        """Registry record of the worker."""
-
-    def load(self) -> WorkerState:
-        """Return the speed and the load of the worker."""
-
-    async def wait(self) -> int:
-        """Wait for the engine's death or a stop, and return the exit code."""
-
-    async def closed(self) -> None:
-        """Wait until this process has released all resources of the worker."""
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Wait until other workers have resumed all requests; return whether none is left."""
-
-    async def change_role(self, role: Role, number: int) -> None:
-        """Take another role: requests that run stay, waiting prompts go to other workers."""
-
-    async def stop(self) -> None:
-        """Stop the worker and remove it from the registry."""
-
-
-StartWorker = Callable[..., Coroutine[Any, Any, RunningWorker]]
 
 
 class WorkerActor:
@@ -69,17 +45,19 @@ class WorkerActor:
         module = importlib.import_module(program)
         self._settings_type: type[Any] = module.WorkerSettings
         self._take(settings)
-        self._start_worker: StartWorker = module.Worker.start
+        self._start_worker: Callable[..., Coroutine[Any, Any, Worker]] = module.Worker.start
         self._tasks = BackgroundTasks("worker's actor")
         self._starting: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._started = asyncio.Event()
-        self._worker: RunningWorker | None = None
+        self._worker: Worker | None = None
         self._guard: asyncio.Task[None] | None = None
         self._doing = ""  # while it starts
 
     async def start(self) -> bytes:
         """Start the worker unless it is starting; return its record as msgpack once it is ready.
+
+        Controllers that adopt it call this, too: the one before may have died before its call.
 
         Raises:
             RuntimeError: ``stop`` was called before the worker was ready.
@@ -134,16 +112,20 @@ class WorkerActor:
         if self._worker is not None:
             turned = ReportedRole(self._worker.record.role, self._worker.record.turn)
             load = self._worker.load()
-        epoch = self._settings.epoch
-        own = ShellProcess.own(epoch, self._digest, started=started, turned=turned, load=load)
-        return msgspec.msgpack.encode(msgspec.structs.replace(own, doing=self._doing))
-
-    async def record(self) -> bytes:
-        """Start the worker if needed and return its record, for a controller that adopts it.
-
-        The controller that made the actor may have died before it called ``start``.
-        """
-        return await self.start()
+        key = ProcessKey.of(os.getpid())
+        if key is None:
+            raise RuntimeError("cannot read /proc")
+        own = ShellProcess(
+            host=socket.gethostname(),
+            key=key,
+            epoch=self._settings.epoch,
+            settings_digest=self._digest,
+            started=started,
+            turned=turned,
+            load=load,
+            doing=self._doing,
+        )
+        return msgspec.msgpack.encode(own)
 
     async def wait(self) -> int:
         """Wait for the worker's exit code."""
@@ -165,7 +147,7 @@ class WorkerActor:
         else:
             await self._running().stop()
 
-    def _running(self) -> RunningWorker:
+    def _running(self) -> "Worker":
         if self._worker is None:
             raise RuntimeError("the worker has not been started")
         return self._worker

@@ -1,14 +1,14 @@
 """Records of the slots in the registry, written by the controller."""
 
 import contextlib
-from collections.abc import Iterable
 from dataclasses import dataclass
+
+import msgspec
 
 from baton.config.fleet_file import FleetConfig
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import WorkerRecord
 from fleet.pools.controller import FleetController
-from fleet.pools.slots import Publish, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +25,14 @@ class SlotRecords:
                 for record in records.values():
                     machine.note_record(record.worker_id, record.epoch, record.role, record.turn)
 
-    async def write(self, news: Publish) -> None:
-        """Write one slot's record."""
+    async def write(self, *records: WorkerRecord) -> None:
+        """Write records of slots at once."""
         with contextlib.suppress(RegistryUnavailableError):
-            await self.registry.write_slots([self._record(news)])
+            await self.registry.write_slots(list(map(self._with_threads, records)))
 
-    async def write_all(self, slots: Iterable[Slot]) -> None:
-        """Write all slots at once."""
-        with contextlib.suppress(RegistryUnavailableError):
-            await self.registry.write_slots([self._record(slot.describe()) for slot in slots])
-
-    def _record(self, news: Publish) -> WorkerRecord:
-        threads = self.config.threads_per_rank  # with `auto` the worker itself reports them
-        return WorkerRecord(
-            worker_id=news.worker_id,
-            role=news.role,
-            state=news.state,
-            epoch=news.epoch,
-            threads=0 if threads == "auto" else threads * self.config.pools.width(news.role),
-            reason=news.reason,
-            turn=news.turn,
-            intent=news.intent,
-        )
+    def _with_threads(self, record: WorkerRecord) -> WorkerRecord:
+        threads = self.config.threads_per_rank
+        if threads == "auto":  # then the worker itself reports them
+            return record
+        width = self.config.pools.width(record.role)
+        return msgspec.structs.replace(record, threads=threads * width)

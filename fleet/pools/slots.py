@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass
 
-from baton.registry.types import Intent, Role, WorkerState, number_of
+from baton.registry.types import Intent, Role, WorkerRecord, WorkerState, number_of
 
 SECOND_NS = 1_000_000_000
 BACKOFF_FIRST_NS = SECOND_NS // 2
@@ -49,19 +49,6 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Publish:
-    """Write a slot's state to the registry."""
-
-    worker_id: str
-    role: Role
-    state: WorkerState
-    epoch: int
-    reason: str
-    turn: int = 0
-    intent: Intent = "serve"
-
-
-@dataclass(frozen=True, slots=True)
 class ChangeRole:
     """Publish all slots' roles, and send this running incarnation its new one."""
 
@@ -94,7 +81,8 @@ class LivingWorker:
     silent: bool = False
 
 
-Action = Launch | Drain | Stop | Publish | ChangeRole | Remove
+Action = Launch | Drain | Stop | WorkerRecord | ChangeRole | Remove
+"""Action of the controller; a record is to be written to the registry."""
 
 
 @dataclass(slots=True)
@@ -147,8 +135,8 @@ class Slot:
         """True if an operator has drained it, or is draining it."""
         return self.intent == "park"
 
-    def describe(self) -> Publish:
-        """Return the action that writes the slot's state to the registry."""
+    def describe(self) -> WorkerRecord:
+        """Return the slot's record in the registry."""
         states: dict[Phase, WorkerState] = {
             Phase.WAITING: "dead" if self.epoch else "starting",
             Phase.STARTING: "starting",
@@ -158,8 +146,14 @@ class Slot:
         }
         return self.published(states[self.phase])
 
-    def published(self, state: WorkerState) -> Publish:
-        """Return the action that writes this state to the registry."""
-        return Publish(
-            self.worker_id, self.role, state, self.epoch, self.reason, self.turn, self.intent
+    def published(self, state: WorkerState) -> WorkerRecord:
+        """Return the slot's record with this state."""
+        return WorkerRecord(
+            worker_id=self.worker_id,
+            role=self.role,
+            state=state,
+            epoch=self.epoch,
+            reason=self.reason,
+            turn=self.turn,
+            intent=self.intent,
         )

@@ -32,9 +32,6 @@ Reply = pb.ProcessingResponse
 class GatewayStream:
     """State of one stream.
 
-    Args:
-        max_body_bytes: Limit of the request's body.
-
     Attributes:
         path: Path of the request without its query.
         subset: Endpoints among which the choice must be, each ADDRESS:PORT or ADDRESS; None: all.

@@ -3,10 +3,11 @@
 import contextlib
 import ipaddress
 from time import monotonic_ns
+from typing import Any
 
 from fastapi import Request
 
-from baton.tenants.audit.file import entry
+from baton.tenants.audit.chain import Entry
 from router.process import Process
 
 
@@ -16,24 +17,17 @@ async def audited(
     verb: str,
     what: str = "",
     *,
-    before: object = None,
-    after: object = None,
+    soon: bool = False,
+    **states: Any,
 ) -> None:
-    """Write an entry about a call that has changed something."""
-    if router.audit is not None:
-        who = router.access.name(request.headers)
-        source = source_of(request)
-        await router.audit.record(verb, what, who=who, source=source, before=before, after=after)
+    """Write an entry about a call that has changed something, with the ``states`` of `Entry`.
 
-
-async def audited_soon(
-    router: Process, request: Request, verb: str, what: str, after: object
-) -> None:
-    """Write an entry about a call, but do not wait for Redis."""
+    ``soon``: do not wait for Redis.
+    """
     if router.audit is not None:
+        write = router.audit.write_soon if soon else router.audit.write
         who = router.access.name(request.headers)
-        made = entry(verb, what, who=who, source=source_of(request), after=after)
-        await router.audit.write_soon(made)
+        await write(Entry(verb=verb, what=what, who=who, source=source_of(request), **states))
 
 
 def note_refused_login(router: Process, request: Request, reason: str) -> None:

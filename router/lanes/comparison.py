@@ -63,10 +63,8 @@ def too_many_errors(canary: Tally, stable: Tally) -> str:
 def too_slow(what: str, canary: Mapping[int, int], stable: Mapping[int, int]) -> str:
     """Return the reason for a rollback by a latency; empty if there is none.
 
-    Args:
-        what: Name of the latency.
-        canary: Number of the canary's requests by bucket.
-        stable: The same for the stable model.
+    ``canary``: number of the canary's requests by bucket. ``stable``: the same for the stable
+    model.
     """
     count = sum(canary.values())
     usual_count = sum(stable.values())

@@ -19,10 +19,7 @@ def difference(
 ) -> str:
     """Return how the tokens of an answer differ from the right ones; empty if they are right.
 
-    Args:
-        golden: Golden prompt.
-        answer: Answer of the model.
-        other: Answer of the model ``golden.same_as``.
+    ``other``: answer of the model ``golden.same_as``.
     """
     if other is not None:
         if answer.prompt != other.prompt:

@@ -15,8 +15,6 @@ class SyncedRoutes(SyncedVersions[RouteTable]):
 
     Args:
         shared: Table in Redis; None: names lead to the models of these names.
-        file: Copy on disk; None: no copy.
-        count_failure: Receives the name of a failed task.
     """
 
     def __init__(

@@ -23,7 +23,6 @@ class Route:
     """Model that answers a request.
 
     Attributes:
-        model: Name of the model.
         why: Reason: ``named``, ``alias``, ``canary 5 %``, ``stable 95 %``, ``tenant``,
             ``rollback: …`` or ``fallback: …``.
         rollback_to: Model to which a rollback would lead; empty: none.
@@ -49,14 +48,9 @@ def route(
 ) -> Route:
     """Return the model that answers a request.
 
-    Args:
-        table: Routes of all names.
-        name: Name that the client sent.
-        tenant: Sender.
-        conversation: Returns a text that all requests of a conversation have in common. It is read
-            only if the name has a canary or a shadow.
-        ready: Whether a model has a worker that takes requests.
-        may_fall_back: Whether the client accepts the answer of another model.
+    ``conversation``: returns a text that all requests of a conversation have in common. It is read
+    only if the name has a canary or a shadow. ``ready``: whether a model has a worker that takes
+    requests. ``may_fall_back``: whether the client accepts the answer of another model.
     """
     entry = table.names.get(name)
     if entry is None:
@@ -98,15 +92,11 @@ def position(name: str, tenant: str, conversation: str) -> float:
 
 def with_alias(table: RouteTable, name: str, target: str) -> RouteTable:
     """Return the table in which a name leads to a model; the previous target is remembered."""
-    entry = table.names.get(name)
-    if entry is not None and entry.canary:
-        raise TableChangeError(
-            f"{name} has the canary {entry.canary}: use `baton models promote` or `rollback` first"
-        )
-    before = entry.target if entry is not None else ""
-    fallbacks = entry.fallbacks if entry is not None else ()
-    previous = before if before != target else (entry.previous if entry is not None else "")
-    return with_entry(table, name, NameRoute(target=target, fallbacks=fallbacks, previous=previous))
+    entry = table.names.get(name, NameRoute(target=""))
+    _refuse_canary(name, entry)
+    previous = entry.target if entry.target != target else entry.previous
+    made = NameRoute(target=target, fallbacks=entry.fallbacks, previous=previous)
+    return with_entry(table, name, made)
 
 
 def with_fallbacks(table: RouteTable, name: str, fallbacks: tuple[str, ...]) -> RouteTable:
@@ -133,10 +123,8 @@ def with_canary(
         TableChangeError: Share and tenants are missing, or the canary is the target.
     """
     entry = table.names.get(name) or NameRoute(target=name)
-    if entry.canary not in ("", canary):
-        raise TableChangeError(
-            f"{name} has the canary {entry.canary}: use `baton models promote` or `rollback` first"
-        )
+    if entry.canary != canary:
+        _refuse_canary(name, entry)
     if canary == entry.target:
         raise TableChangeError(f"{canary} already answers all requests for {name}")
     if share is not None and not 0 <= share <= 1:
@@ -146,15 +134,7 @@ def with_canary(
     if not share and not tenants:
         raise TableChangeError("a canary needs a share or tenants")
     since_ms = entry.since_ms if entry.canary else now_ms
-    made = NameRoute(
-        target=entry.target,
-        canary=canary,
-        share=share,
-        tenants=tenants,
-        fallbacks=entry.fallbacks,
-        previous=entry.previous,
-        since_ms=since_ms,
-    )
+    made = _plain(entry, canary=canary, share=share, tenants=tenants, since_ms=since_ms)
     return with_entry(table, name, made)
 
 
@@ -169,24 +149,15 @@ def with_shadow(
         TableChangeError: There is no share, the name has a canary, or the shadow is its target.
     """
     entry = table.names.get(name) or NameRoute(target=name)
-    if entry.canary:
-        raise TableChangeError(
-            f"{name} has the canary {entry.canary}: use `baton models promote` or `rollback` first"
-        )
+    _refuse_canary(name, entry)
     if shadow == entry.target:
         raise TableChangeError(f"{shadow} already answers all requests for {name}")
     if not share or not 0 < share <= 1:
         raise TableChangeError(
             f"a shadow needs a share above 0 and up to 100 % (got {(share or 0) * 100:g} %)"
         )
-    made = NameRoute(
-        target=entry.target,
-        fallbacks=entry.fallbacks,
-        previous=entry.previous,
-        since_ms=entry.since_ms if entry.candidate == shadow else now_ms,
-        shadow=shadow,
-        shadow_share=share,
-    )
+    since_ms = entry.since_ms if entry.candidate == shadow else now_ms
+    made = _plain(entry, shadow=shadow, shadow_share=share, since_ms=since_ms)
     return with_entry(table, name, made)
 
 
@@ -212,11 +183,10 @@ def rolled_back(table: RouteTable, name: str) -> RouteTable:
     entry = table.names.get(name)
     if entry is None or not (entry.candidate or entry.previous):
         raise TableChangeError(f"{name} has nothing to roll back")
-    target = entry.target if entry.candidate else entry.previous
-    previous = entry.previous if entry.candidate else ""
-    return with_entry(
-        table, name, NameRoute(target=target, fallbacks=entry.fallbacks, previous=previous)
-    )
+    if entry.candidate:
+        return with_entry(table, name, _plain(entry))
+    before = NameRoute(target=entry.previous, fallbacks=entry.fallbacks)
+    return with_entry(table, name, before)
 
 
 def thrown_out(table: RouteTable, name: str, tried: NameRoute, reason: str) -> RouteTable:
@@ -232,14 +202,20 @@ def thrown_out(table: RouteTable, name: str, tried: NameRoute, reason: str) -> R
     if entry.shadow_share:
         ended = msgspec.structs.replace(entry, shadow_share=0.0, reason=reason)
         return with_entry(table, name, ended)
-    made = NameRoute(
-        target=entry.target,
-        fallbacks=entry.fallbacks,
-        previous=entry.previous,
-        thrown_out=entry.canary,
-        reason=reason,
-    )
-    return with_entry(table, name, made)
+    return with_entry(table, name, _plain(entry, thrown_out=entry.canary, reason=reason))
+
+
+def _plain(entry: NameRoute, **changes: Any) -> NameRoute:
+    """Return an entry without its canary or shadow, and with these fields."""
+    plain = NameRoute(target=entry.target, fallbacks=entry.fallbacks, previous=entry.previous)
+    return msgspec.structs.replace(plain, **changes)
+
+
+def _refuse_canary(name: str, entry: NameRoute) -> None:
+    if entry.canary:
+        raise TableChangeError(
+            f"{name} has the canary {entry.canary}: use `baton models promote` or `rollback` first"
+        )
 
 
 def with_golden(table: RouteTable, model: str, prompts: tuple[GoldenPrompt, ...]) -> RouteTable:

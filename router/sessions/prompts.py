@@ -39,7 +39,6 @@ class PromptChange(NamedTuple):
 
     Attributes:
         at_token: First token that differs from the earlier prompt.
-        of_tokens: Tokens of this prompt.
         lost_tokens: Tokens behind the change that both prompts have.
         earlier: Tokens of the earlier prompt around the change.
         now: Tokens of this prompt around the change.
@@ -83,9 +82,7 @@ class SessionPrompts:
     def note(self, session: tuple[str, ...], prompt: Sequence[int]) -> PromptChange | None:
         """Keep a prompt of a session; return how it changed, if it did.
 
-        Args:
-            session: Tenant, cache scope, model, and id of the session.
-            prompt: Token ids.
+        ``session``: tenant, cache scope, model, and id of the session.
         """
         new = np.asarray(prompt, dtype=np.uint32)
         with self._lock:

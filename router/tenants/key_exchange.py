@@ -36,14 +36,7 @@ class UnconfirmedChangeError(RegistryUnavailableError):
 
 
 class KeyExchange(SyncedTable):
-    """Merges the issued keys of one router with those in Redis, and changes both.
-
-    Args:
-        table: Table that requests use.
-        shared: Table in Redis.
-        file: Copy on disk; None: no copy.
-        count_failure: Receives the name of a failed task.
-    """
+    """Merges the issued keys of one router with those in Redis, and changes both."""
 
     def __init__(
         self,
@@ -85,11 +78,9 @@ class KeyExchange(SyncedTable):
     ) -> IssuedKey:
         """Change a key, and return it.
 
-        Args:
-            key_id: Id of the key.
-            edit: Function from the present record to the new one; it may raise KeyChangeError.
-            beside: Function from the present record to that of a new key, issued in the same step.
-            limit_s: Time after which Redis is unavailable and writes nothing.
+        ``edit``: function from the present record to the new one; it may raise KeyChangeError.
+        ``beside``: function from the present record to that of a new key, issued in the same step.
+        ``limit_s``: time after which Redis is unavailable and writes nothing.
 
         Raises:
             KeyChangeError: There is no such key, or ``edit`` raised it.
@@ -116,10 +107,7 @@ class KeyExchange(SyncedTable):
 
         If Redis does not answer within half a second, it is written as soon as it answers.
 
-        Args:
-            key_id: Id of the key.
-            revoked_ms: Unix time of the revocation.
-            everywhere: False: only this router; another one has tried Redis.
+        ``everywhere``: false: only this router; another one has tried Redis.
 
         Raises:
             UnknownKeyError: There is no such key.

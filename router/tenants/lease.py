@@ -147,10 +147,7 @@ class TenantLeases:
 def own_part(need: Need, used: Mapping[int, int], now_ms: int) -> LimitPart:
     """Return what a router without Redis has of ``need``, whose limit is that of this router.
 
-    Args:
-        need: Wish of the router.
-        used: Use by slot that counts.
-        now_ms: Unix time.
+    ``used``: use by slot that counts.
     """
     free = need.limit - sum(used.values())
     ceiling = need.spent_total + max(min(need.ceiling - need.spent_total, free), 0)

@@ -23,11 +23,8 @@ class SyncedLimits(SyncedVersions[LimitsTable]):
     """Keeps the limits of one router equal to those in Redis, and changes both.
 
     Args:
-        shared: Table in Redis.
         on_change: Receives the limits of all tenants when they have changed.
-        file: Copy on disk; None: no copy.
         source: File that is the only source of policies while it exists.
-        count_failure: Receives the name of a failed task.
     """
 
     def __init__(
@@ -49,9 +46,7 @@ class SyncedLimits(SyncedVersions[LimitsTable]):
     ) -> None:
         """Change the limits of a tenant.
 
-        Args:
-            tenant: Name of the tenant.
-            edit: Function from the present limits to the new ones; None: the tenant has none.
+        ``edit``: function from the present limits to the new ones; None: the tenant has none.
 
         Raises:
             TableChangeError: ``edit`` raised it, there are too many tenants, the policies are in a

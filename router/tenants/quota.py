@@ -152,12 +152,8 @@ class Quotas:
     ) -> Taken | Wait | Never | None:
         """Reserve what a call is expected to use; None: the tenant has no limits.
 
-        Args:
-            tenant: Tenant of the call.
-            prompt_tokens: Tokens of all prompts, each counted once.
-            choices: Number of answers.
-            answer_tokens: Most tokens of one answer; 0: none, as for embeddings.
-            now_ns: Monotonic time.
+        ``prompt_tokens``: tokens of all prompts, each counted once. ``answer_tokens``: most tokens
+        of one answer; 0: none, as for embeddings.
         """
         state = self._tenants.get(tenant)
         if state is None:
@@ -199,11 +195,8 @@ class Quotas:
     ) -> None:
         """Correct a reservation by the usage of its call, which has ended.
 
-        Args:
-            reservation: Reservation; only the first call for it counts.
-            prompt_tokens: Tokens of the prompts.
-            answered: Tokens of all answers.
-            now_ns: Monotonic time.
+        ``reservation``: reservation; only the first call for it counts. ``answered``: tokens of all
+        answers.
         """
         if reservation.settled:
             return

@@ -36,10 +36,7 @@ class QuotaFeed:
     """Limits of tenants at one router, for calls.
 
     Args:
-        router_id: Id of this life of the router.
         source: Banks in Redis; None: the banks are here.
-        routers: Last known number of routers.
-        count_failure: Receives the name of a failed task.
         on_refused: Receives the tenant and the limit of each refused call.
     """
 

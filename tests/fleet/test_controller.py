@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from baton.registry.types import WorkerRecord
 from fleet.pools.controller import (
     BACKOFF_LIMIT_NS,
     DRAIN_LIMIT_NS,
@@ -22,7 +23,6 @@ from fleet.pools.slots import (
     Launch,
     LivingWorker,
     Phase,
-    Publish,
     Remove,
     Stop,
 )
@@ -56,7 +56,8 @@ def test_every_slot_is_launched_with_epoch_one() -> None:
 def test_a_crashed_worker_comes_back_as_its_next_life() -> None:
     fleet = running()
     (dead,) = fleet.ended("worker-1", 1, "killed by signal 9", SECOND_NS)
-    assert dead == Publish("worker-1", "decode", "dead", 1, "killed by signal 9")
+    assert isinstance(dead, WorkerRecord) and (dead.worker_id, dead.role) == ("worker-1", "decode")
+    assert (dead.state, dead.epoch, dead.reason) == ("dead", 1, "killed by signal 9")
     assert fleet.next_due_ns == SECOND_NS + BACKOFF_FIRST_NS
     assert not fleet.tick(fleet.next_due_ns - 1)
     actions = fleet.tick(fleet.next_due_ns)
@@ -126,7 +127,7 @@ def test_a_start_that_hangs_is_ended_and_tried_again() -> None:
     assert only(Stop, fleet.tick(START_LIMIT_NS)) == ["worker-0"]
     assert not only(Stop, fleet.tick(START_LIMIT_NS + 1)), "it is told once"
     (dead,) = fleet.ended("worker-0", 1, "exit code -9", START_LIMIT_NS)
-    assert isinstance(dead, Publish) and "did not start within 300 s" in dead.reason
+    assert isinstance(dead, WorkerRecord) and "did not start within 300 s" in dead.reason
 
 
 def test_a_drained_worker_stays_down_until_it_is_restarted() -> None:
@@ -265,7 +266,7 @@ def test_a_worker_that_turns_while_it_starts_is_told_when_it_has_started() -> No
     fleet = FleetController({"prefill": 2, "decode": 1}, 0)
     fleet.tick(0)
     (published,) = fleet.change_role("worker-1", "decode", 1)
-    assert isinstance(published, Publish) and (published.role, published.turn) == ("decode", 1)
+    assert isinstance(published, WorkerRecord) and (published.role, published.turn) == ("decode", 1)
     assert ChangeRole("worker-1", "decode", 1, 1) in fleet.started("worker-1", 1, 2)
 
 
@@ -472,7 +473,7 @@ def test_a_silent_life_is_adopted_as_the_latest_and_corrected_when_it_answers() 
     assert only(Launch, fleet.tick(0)) == []
     assert fleet.slots["worker-0"].epoch == 4
     (shown,) = fleet.correct("worker-0", 4, 3)
-    assert isinstance(shown, Publish) and shown.epoch == 3
+    assert isinstance(shown, WorkerRecord) and shown.epoch == 3
     assert fleet.correct("worker-0", 4, 2) == [], "of a life that it is not"
     fleet.started("worker-0", 3, 1)
     assert fleet.ready

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.tenants.audit import file as audit_file
+from baton.tenants.audit.chain import Entry
 from fleet.cli.main import app
 from fleet.local.fleet_token import fleet_token
 
@@ -25,7 +26,7 @@ def test_a_restored_folder_has_the_token_and_the_whole_audit_log(home: Path, tmp
     token = fleet_token("one").token
     log = home / "one" / "audit.jsonl"
     for verb in ("up", "scale"):
-        audit_file.append(log, [audit_file.entry(verb, "f", who="operator ann", source="a")])
+        audit_file.append(log, [Entry(verb=verb, what="f", who="operator ann", source="a")])
     (home / "one" / "logs").mkdir()
     backup = tmp_path / "backup"
     shutil.copytree(home / "one", backup, ignore=shutil.ignore_patterns("lock", "logs"))

@@ -7,10 +7,12 @@ import time
 from rich.console import Console
 from rich.text import Text
 
+from baton.types.errors import UnavailableError
 from fleet.cli.explain import list_of, report_of
 from fleet.cli.top import frame
 from fleet.cli.top_screen import Scrolled
-from router.routing.reports.refusals import RefusedRequest
+from router.routing.reports.refusals import refusal
+from router.routing.requests.call import Call
 
 TERMS = dict.fromkeys(
     (
@@ -140,18 +142,9 @@ def test_a_report_of_what_never_ran() -> None:
 
 
 def test_a_refused_request_says_why() -> None:
-    refused = RefusedRequest(
-        id="req-1",
-        client_id="",
-        tenant="a",
-        endpoint="chat",
-        status=503,
-        code="unavailable",
-        reason="no decode worker is ready",
-        arrived_ns=0,
-        refused_ns=2_000_000,
-    )
-    shown = printed(report_of(refused.report()))
+    call = Call(id="req-1", endpoint="chat", arrived_ns=0, tenant="a", status=503)
+    refused = refusal(call, UnavailableError("no decode worker is ready"), refused_ns=2_000_000)
+    shown = printed(report_of(refused.report))
     assert "Refused with 503 unavailable: no decode worker is ready" in shown
     assert "was not placed" in shown
     listed = printed(list_of([refused.line(0)]))

@@ -14,6 +14,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from baton.registry.types import WorkerRecord
 from fleet.pools.controller import (
     BACKOFF_LIMIT_NS,
     DRAIN_LIMIT_NS,
@@ -23,7 +24,7 @@ from fleet.pools.controller import (
     FleetController,
 )
 from fleet.pools.lives import LifeTable
-from fleet.pools.slots import SECOND_NS, Action, Drain, Launch, LivingWorker, Phase, Publish, Stop
+from fleet.pools.slots import SECOND_NS, Action, Drain, Launch, LivingWorker, Phase, Stop
 from tests.soak import examples
 
 SLOTS = ("worker-0", "worker-1")
@@ -84,7 +85,7 @@ class Controller:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.lives = LifeTable[Life]()
+        self.lives = LifeTable()
         self.used = dict(world.slots)
         self.fleet = FleetController({"prefill": 1, "decode": 1}, world.now)
         for worker_id, epoch in world.slots.items():
@@ -111,7 +112,7 @@ class Controller:
     def take(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Publish():
+                case WorkerRecord():
                     self.world.slots[action.worker_id] = action.epoch
                 case Launch():
                     self.launch(action)
@@ -314,7 +315,7 @@ TestDisagreements = Disagreements.TestCase
 
 
 def test_the_table_keeps_one_incarnation_of_a_slot() -> None:
-    table = LifeTable[Life]()
+    table = LifeTable()
     first, second = (Life(n, n, Actor("worker-0", n, n)) for n in (1, 2))
     assert table.add("worker-0", first) is None
     assert table.add("worker-0", second) is first
@@ -327,7 +328,7 @@ def test_the_table_keeps_one_incarnation_of_a_slot() -> None:
 
 
 def test_a_stranger_is_seen_twice_and_neither_followed_nor_kept() -> None:
-    table = LifeTable[Life]()
+    table = LifeTable()
     followed, kept = (Life(n + 4, n, Actor("worker-0", n, n + 4)) for n in (1, 2))
     table.add("worker-0", followed)
     table.keep("worker-0", kept)

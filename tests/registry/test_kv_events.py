@@ -57,7 +57,7 @@ async def test_a_reader_that_comes_late_starts_with_a_snapshot(
 ) -> None:
     held = hashes(100)
     publisher.publish(stored=held)
-    await eventually(lambda: publisher.sequence > 0 and publisher.connected)
+    await eventually(lambda: publisher.sequence > 0 and publisher._registry.connected)
     late = Reader(registry)
     await eventually(lambda: list(late.hashes.values()) == [set(held)])
     assert isinstance(late.items[0], Snapshot)
@@ -94,7 +94,9 @@ async def test_redis_killed_and_restarted_empty_is_filled_again(
     redis_server.kill()
     more = hashes(5)
     publisher.publish(stored=more, removed=held[:1])  # while it is away: nothing raises
-    await eventually(lambda: not publisher.connected and not reader.feed.connected)
+    await eventually(
+        lambda: not publisher._registry.connected and not reader.feed._registry.connected
+    )
     assert list(reader.hashes.values()) == [set(held)], "the index serves on"
 
     redis_server.start()
@@ -172,7 +174,7 @@ async def test_events_lost_from_a_trimmed_stream_are_noticed(
         Registry("redis://127.0.0.1:1/0", "test"),
         reader.feed._registry,
     )
-    await eventually(lambda: not reader.feed.connected)
+    await eventually(lambda: not reader.feed._registry.connected)
     lost = hashes(3)
     stream = stream_of(publisher._ledger.incarnation)
     with raw(redis_server) as client:
@@ -254,7 +256,7 @@ async def test_a_reader_that_was_away_for_less_than_is_kept_has_missed_nothing(
     publisher.publish(stored=hashes(10))
     await eventually(lambda: len(reader.hashes) == 1 and bool(*reader.hashes.values()))
     registry = away(reader)
-    await eventually(lambda: not reader.feed.connected)
+    await eventually(lambda: not reader.feed._registry.connected)
     await publish_one_by_one(publisher, hashes(4500))
     reader.items.clear()
     reader.feed._registry = registry
@@ -270,7 +272,7 @@ async def test_a_reader_that_was_away_for_longer_reads_a_snapshot(
     publisher.publish(stored=hashes(10))
     await eventually(lambda: len(reader.hashes) == 1 and bool(*reader.hashes.values()))
     registry = away(reader)
-    await eventually(lambda: not reader.feed.connected)
+    await eventually(lambda: not reader.feed._registry.connected)
     await publish_one_by_one(publisher, hashes(300))
     await asyncio.sleep(1.2)
     await publish_one_by_one(publisher, hashes(300))

@@ -8,7 +8,9 @@ are checked against a `ChainHead` that is kept elsewhere.
 """
 
 import hashlib
+import secrets
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -22,17 +24,17 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         id: Random; an entry that arrives twice is written once.
-        time: Time of the act, ISO 8601 in UTC.
+        time: Time of the act, ISO 8601 in UTC; default: now.
         who: Id of the API key, or the operator of a command.
         source: Address of the caller; ``from`` in the log.
-        verb: Name of the act.
-        what: Object of the act.
         before: State before the act, as far as it changed.
         after: State after the act, or its arguments.
     """
 
-    id: str
-    time: str
+    id: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
+    time: str = msgspec.field(
+        default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
+    )
     who: str
     source: str = msgspec.field(default="", name="from")
     verb: str
@@ -53,9 +55,7 @@ class ChainCheck(msgspec.Struct, frozen=True):
 
     Attributes:
         lines: Number of valid lines from the start.
-        head: Last valid line.
         broken_line: Number of the first wrong or missing line; 0: there is none.
-        problem: What is wrong with it.
     """
 
     lines: int
@@ -85,9 +85,7 @@ def head_of(line: bytes) -> ChainHead:
 def verify(lines: Iterable[bytes], known: ChainHead | None = None) -> ChainCheck:
     """Check a chain, given with or without newlines.
 
-    Args:
-        lines: All lines.
-        known: Head that was recorded elsewhere; the file may be longer.
+    ``known``: head that was recorded elsewhere; the file may be longer.
     """
     head = ChainHead()
     for number, raw in enumerate(lines, 1):

@@ -6,41 +6,15 @@ incomplete one was left by a process that was killed, and is removed before the 
 
 import fcntl
 import os
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from baton.tenants.audit.chain import ChainHead, Entry, head_of, sealed
 
 NAME = "audit.jsonl"
 _CHUNK_BYTES = 64 * 1024
 _RECENT_BYTES = 1024 * 1024  # in which an entry that arrives again is found
-
-
-def entry(
-    verb: str,
-    what: str = "",
-    *,
-    who: str,
-    source: str = "",
-    before: Any = None,
-    after: Any = None,
-) -> Entry:
-    """Return an entry with the present time and a random id."""
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return Entry(
-        id=secrets.token_hex(8),
-        time=now,
-        who=who,
-        source=source,
-        verb=verb,
-        what=what,
-        before=before,
-        after=after,
-    )
 
 
 def append(path: Path, entries: Sequence[Entry]) -> list[bytes]:

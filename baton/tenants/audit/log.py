@@ -29,7 +29,6 @@ class AuditLog:
     """Writes entries, from anywhere to the file.
 
     Args:
-        inbox: Entries in Redis.
         file: File of the log; None: it is on another host.
         export: Receives each line that this process has written.
 
@@ -62,20 +61,6 @@ class AuditLog:
         await self._tasks.close()
         await self._again()
 
-    async def record(
-        self,
-        verb: str,
-        what: str = "",
-        *,
-        who: str,
-        source: str = "",
-        before: object = None,
-        after: object = None,
-    ) -> None:
-        """Write an entry. This raises nothing if it cannot be written."""
-        entry = audit_file.entry(verb, what, who=who, source=source, before=before, after=after)
-        await self.write(entry)
-
     async def write_soon(self, entry: Entry) -> None:
         """Write an entry, but do not wait for Redis, which a log on another host needs."""
         if self._file is not None:
@@ -84,7 +69,7 @@ class AuditLog:
             self._kept.append(entry)
 
     async def write(self, entry: Entry) -> None:
-        """Write an entry with a time of its own."""
+        """Write an entry. This raises nothing if it cannot be written."""
         if not await self._written(entry):
             self.on_failure()
             self._kept.append(entry)

@@ -1,7 +1,8 @@
 """Sample of refused logins for the audit log. The time of a minute is an argument."""
 
+from functools import partial
+
 from baton.tenants.audit.chain import Entry
-from baton.tenants.audit.file import entry
 
 PER_MINUTE = 10
 _MINUTE_NS = 60_000_000_000
@@ -18,11 +19,8 @@ class RefusedLogins:
     def note(self, source: str, call: str, reason: str, now_ns: int) -> None:
         """Note a refused login.
 
-        Args:
-            source: Address of the caller.
-            call: Method and path.
-            reason: Error message, which has no secret.
-            now_ns: Monotonic time.
+        ``source``: address of the caller. ``call``: method and path. ``reason``: error message,
+        which has no secret.
         """
         self._end_minute(now_ns)
         if not self._count:
@@ -30,9 +28,7 @@ class RefusedLogins:
         self._count += 1
         if self._count <= PER_MINUTE:
             after = {"reason": reason}
-            self._entries.append(
-                entry("login refused", call, who="unknown", source=source, after=after)
-            )
+            self._entries.append(_refused(what=call, source=source, after=after))
 
     def take(self, now_ns: int) -> list[Entry]:
         """Return new entries."""
@@ -45,5 +41,8 @@ class RefusedLogins:
         if self._count and now_ns >= self._until_ns:
             if (more := self._count - PER_MINUTE) > 0:
                 after = {"left_out": more}
-                self._entries.append(entry("login refused", who="unknown", after=after))
+                self._entries.append(_refused(after=after))
             self._count = 0
+
+
+_refused = partial(Entry, verb="login refused", who="unknown")

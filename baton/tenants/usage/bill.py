@@ -28,7 +28,6 @@ class Line(msgspec.Struct, kw_only=True):
         hour: Start of the hour in Unix seconds; None if not grouped by it, as for the other names.
         input_worker_s: Worker time of prompts.
         output_worker_s: Worker time of generated tokens.
-        worker_s: Worker time of the line.
         cost_per_1000_computed: Cost of 1,000 prompt tokens that were not cached.
         cost_per_1000_input: Cost of 1,000 prompt tokens, those from caches included.
         cost_per_1000_output: Cost of 1,000 generated tokens.
@@ -97,12 +96,9 @@ def bill(
 ) -> list[Line]:
     """Return the sums of usage, sorted by name, with the idle line last.
 
-    Args:
-        hours: Usage.
-        by: Those of `GROUPS` that name a line.
-        price_per_hour: Price in hours without one.
-        tenant: Tenant whose usage is wanted; None: all, with the idle line.
-        prices: Present prices of several models, which count for all hours.
+    ``by``: those of `GROUPS` that name a line. ``price_per_hour``: price in hours without one.
+    ``tenant``: tenant whose usage is wanted; None: all, with the idle line. ``prices``: present
+    prices of several models, which count for all hours.
     """
     sums: dict[_LineName, _Sum] = {}
     for hour in hours:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.registry.json_file import keep
+from baton.registry.json_file import keep, kept
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.telemetry.tasks import BackgroundTasks
 from baton.tenants.usage.ledger import HOUR_S, Counters
@@ -31,9 +31,7 @@ class UsageCopies:
     """Copies of all hours, and the task that keeps them.
 
     Args:
-        shared: Usage in Redis.
         folder: Folder of the copies, which is created.
-        count_failure: Receives the name of a failed task.
     """
 
     def __init__(
@@ -145,11 +143,4 @@ def _amount(counters: str) -> int:
 
 
 def _read(file: Path) -> dict[str, str]:
-    """Return the fields of a copy; none if it is missing or damaged."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, str])
-    except FileNotFoundError:
-        return {}
-    except (OSError, msgspec.DecodeError) as error:
-        _LOG.warning("cannot read usage from %s: %s", file, error)
-        return {}
+    return kept(file, dict[str, str]) or {}

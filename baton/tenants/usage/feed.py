@@ -20,9 +20,7 @@ class UsageFeed:
     """Ledger of a process, and the task that reports it.
 
     Args:
-        ledger: Usage that this life of the process counts.
         sink: Usage in Redis; None: the process counts only for itself.
-        count_failure: Receives the name of a failed task.
         interval_s: Time between two reports, which is what a killed process loses at most.
         price_per_hour: Price of one worker for one hour; None: another process reports it.
         before_report: Adds to the ledger before each report, the last one included.

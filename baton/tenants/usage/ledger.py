@@ -35,7 +35,6 @@ class RowName(NamedTuple):
     Attributes:
         hour: Unix time in hours.
         key: Id of the API key; empty if there is none.
-        model: Name of the model or adapter.
     """
 
     hour: int
@@ -104,11 +103,7 @@ class UsageReport(NamedTuple):
 
 
 class Ledger:
-    """Usage that one life of a process counts.
-
-    Args:
-        life: Id of this life of the process.
-    """
+    """Usage that one life of a process counts."""
 
     def __init__(self, life: str) -> None:
         self.life = life
@@ -151,9 +146,7 @@ class Ledger:
     def answered(self, report: UsageReport, known: int) -> bool:
         """Apply the answer to the last report; return whether another one is due at once.
 
-        Args:
-            report: Report that was sent.
-            known: Sequence of this life that Redis knew before the report.
+        ``known``: sequence of this life that Redis knew before the report.
         """
         if known < report.acknowledged:
             self._acknowledged = 0

@@ -18,10 +18,6 @@ class WorkerTime:
     """Clock of one worker, from its construction to `close`.
 
     Args:
-        role: Role that the worker has now.
-        registry: Receives the time.
-        metrics: Shows the time.
-        count_failure: Receives the name of a failed task.
         lane: Lane of the worker; empty in a fleet with one model.
     """
 

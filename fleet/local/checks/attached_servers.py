@@ -7,7 +7,7 @@ from baton.engine.remote.attached import Endpoints, ServerKind
 from baton.engine.remote.http import HttpOrigin
 from baton.model.model_config import ModelError
 from baton.types.errors import BatonError
-from fleet.attached.kinds import kind_of
+from fleet.attached.process import kind_of
 from fleet.attached.sources import ServerEntry, ServerSource
 from fleet.local.checks.preflight import Finding
 

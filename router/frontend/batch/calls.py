@@ -19,12 +19,15 @@ from router.frontend.api.call_headers import ignored_of
 from router.frontend.api.endpoints import Endpoints, page_of, read_body
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import LOCK, MAX_FILES, BatchStore, FileRecord
-from router.frontend.batch.uploads import UploadGate, no_room, read_upload
+from router.frontend.batch.uploads import no_room, read_upload
 from router.frontend.off_loop import off_loop
 from router.process import Process
+from router.routing.checks.fair_limit import FairLimit
 
 _LONG_S = 10**9  # the store has its own limit
 _HOUR_S = 3600
+_UPLOADS = 8
+_UPLOADS_OF_A_TENANT = 2
 
 _FORM = {
     "requestBody": {
@@ -119,7 +122,8 @@ def routes(router: Process) -> Endpoints:
 
 
 def _add_uploads(api: Endpoints, clients: ClientLimitsConfig, of: _Find) -> None:
-    gate = UploadGate()
+    # Uploads occupy the system's folder for temporary files; slow ones must not block others.
+    limit = FairLimit(_UPLOADS, "uploads", _UPLOADS_OF_A_TENANT)
 
     @api.post("/v1/files", openapi_extra=_FORM)
     async def upload(request: Request) -> dict[str, Any]:
@@ -128,7 +132,7 @@ def _add_uploads(api: Endpoints, clients: ClientLimitsConfig, of: _Find) -> None
         _check_kept(store, tenant)
         # Checked before reading, so that clients without space need not send the whole file.
         await asyncio.to_thread(store.check_room, tenant, 1)
-        sent = await read_upload(request, clients, gate, tenant)
+        sent = await read_upload(request, clients, limit, tenant)
         try:
             keep_s = _LONG_S if sent.keep_s is None else sent.keep_s
             record = await _stored(

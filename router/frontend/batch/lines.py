@@ -36,12 +36,8 @@ def read_line(
 ) -> LineRequest | LineFault:
     """Parse a line.
 
-    Args:
-        raw: Bytes of the line; more than ``max_bytes`` if it was cut.
-        number: Number of the line, from 1.
-        endpoint: Endpoint of the batch, such as ``/v1/chat/completions``.
-        seen: Digests of all custom ids so far, to which this one is added.
-        max_bytes: Limit of a line.
+    ``raw``: bytes of the line; more than ``max_bytes`` if it was cut. ``seen``: digests of all
+    custom ids so far, to which this one is added.
     """
     if len(raw) > max_bytes:
         return _fault(None, number, "line_too_long", f"is longer than {max_bytes} bytes")

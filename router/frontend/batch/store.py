@@ -23,6 +23,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from baton.config.batch import BatchConfig
+from baton.folders import replace_file
 from baton.types.errors import InvalidRequestError, PayloadTooLargeError
 from router.frontend.batch.record import BatchRecord
 
@@ -129,7 +130,7 @@ class BatchStore:
         try:
             with open(data, "wb", opener=_private) as target:
                 shutil.copyfileobj(source, target, 1024 * 1024)
-            self._write(self._folder(tenant, "files") / f"{record.id}.json", record)
+            replace_file(data.with_suffix(".json"), msgspec.json.encode(record))
         except BaseException:
             data.unlink(missing_ok=True)  # without a record it could not be deleted
             raise
@@ -155,7 +156,7 @@ class BatchStore:
             created_s=int(now_s),
             expires_s=int(now_s) + self.keep_s(tenant),
         )
-        self._write(self._folder(tenant, "files") / f"{file_id}.json", record)
+        replace_file(data.with_suffix(".json"), msgspec.json.encode(record))
         if path.exists():
             path.rename(data)
 
@@ -190,8 +191,8 @@ class BatchStore:
         return True
 
     def save(self, batch: BatchRecord) -> None:
-        """Write a batch's record atomically."""
-        self._write(self._folder(batch.tenant, "batches") / f"{batch.id}.json", batch)
+        """Write a batch's record at once."""
+        replace_file(self.path_of(batch, "json"), msgspec.json.encode(batch))
 
     def save_known(self, batch: BatchRecord) -> bool:
         """Do the same; return False, and write nothing, if the record was deleted."""
@@ -317,16 +318,6 @@ class BatchStore:
     def _all(self, tenant: str, kind: str, record: type[_Record]) -> list[_Record]:
         paths = (self.root / tenant / kind).glob("*.json")
         return [decoded for path in paths if (decoded := _decoded(path, record)) is not None]
-
-    def _write(self, path: Path, record: msgspec.Struct) -> None:
-        beside = path.with_suffix(f".{secrets.token_hex(4)}.part")
-        try:
-            with open(beside, "wb", opener=_private) as file:
-                file.write(msgspec.json.encode(record))
-            beside.replace(path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
 
 
 def _private(path: str, flags: int) -> int:

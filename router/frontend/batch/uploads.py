@@ -1,11 +1,9 @@
 """Uploads of files as multipart forms, which are written to the disk piece by piece."""
 
 import asyncio
-import contextlib
 import errno
 import re
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
 from fastapi import Request
@@ -21,9 +19,7 @@ from baton.types.errors import (
     SlowRequestError,
     UnsupportedMediaError,
 )
-
-_AT_ONCE = 8
-_AT_ONCE_OF_A_TENANT = 2
+from router.routing.checks.fair_limit import FairLimit
 
 _FORM_BYTES = 64 * 1024  # for the form's content besides the file
 _MAX_FIELDS = 16
@@ -42,33 +38,8 @@ class Upload(NamedTuple):
     keep_s: int | None
 
 
-class UploadGate:
-    """Limit of concurrent uploads, which occupy the system's folder for temporary files.
-
-    Each tenant has a lower limit, so that its slow uploads do not block other tenants.
-    """
-
-    def __init__(self) -> None:
-        self._places = asyncio.Semaphore(_AT_ONCE)
-        self._places_of: dict[str, asyncio.Semaphore] = {}  # of tenants with uploads
-        self._here: Counter[str] = Counter()
-
-    @contextlib.asynccontextmanager
-    async def place(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for permission to upload, and hold it within the context."""
-        own = self._places_of.setdefault(tenant, asyncio.Semaphore(_AT_ONCE_OF_A_TENANT))
-        self._here[tenant] += 1
-        try:
-            async with own, self._places:
-                yield
-        finally:
-            self._here[tenant] -= 1
-            if not self._here[tenant]:
-                del self._here[tenant], self._places_of[tenant]
-
-
 async def read_upload(
-    request: Request, limits: ClientLimitsConfig, gate: UploadGate, tenant: str
+    request: Request, limits: ClientLimitsConfig, places: FairLimit, tenant: str
 ) -> Upload:
     """Read a form's file and fields; the caller closes ``form``.
 
@@ -89,7 +60,7 @@ async def read_upload(
     stream = _bounded(request, limit_bytes)
     parser = MultiPartParser(request.headers, stream, max_files=1, max_fields=_MAX_FIELDS)
     try:
-        async with asyncio.timeout(limits.body_timeout_s), gate.place(tenant):
+        async with asyncio.timeout(limits.body_timeout_s), places.place(tenant):
             form = await parser.parse()
     except MultiPartException as error:
         raise InvalidRequestError(f"the form is invalid: {error.message}") from error

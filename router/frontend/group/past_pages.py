@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from baton.folders import replace_file
 from router.frontend.group.pages import Pages
 
 _ENDING = ".page"
@@ -64,7 +65,5 @@ def _is_alive(file: Path) -> bool:
 
 
 def _write(file: Path, page: bytes) -> None:
-    scratch = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):  # a full disk: totals may fall
-        scratch.write_bytes(page)
-        scratch.replace(file)
+        replace_file(file, page)

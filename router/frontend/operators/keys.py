@@ -25,7 +25,7 @@ from baton.tenants.key_record import KeyRecord
 from baton.types.errors import InvalidRequestError, UnavailableError
 from router.frontend.api.bodies.common import OperatorBody
 from router.frontend.api.endpoints import Endpoints, read_body
-from router.frontend.audited import audited, audited_soon
+from router.frontend.audited import audited
 from router.frontend.group.siblings import OWN_ANSWER
 from router.process import Process
 from router.tenants.key_exchange import (
@@ -162,8 +162,7 @@ def _add_ends(api: Endpoints, router: Process, keys: KeyExchange, check: _Check)
         if not is_own:
             after = {"tenant": key.rights.tenant}
             # The sibling routers receive the call after this answer: do not wait for Redis here.
-            write = audited if is_shared else audited_soon
-            await write(router, request, "keys revoke", key_id, after=after)
+            await audited(router, request, "keys revoke", key_id, after=after, soon=not is_shared)
         return {**_shown(key, now_ms), "everywhere": is_shared}
 
 

@@ -24,9 +24,8 @@ from router.frontend.api.endpoints import Endpoints
 from router.frontend.operators.tenant_gauges import TenantGauges
 from router.lane import Lane
 from router.process import Process
-from router.routing.reports.rates import rates
 from router.routing.reports.request_reports import Order, latest
-from router.routing.reports.worker_cells import COLUMNS
+from router.routing.reports.worker_cells import COLUMNS, rates
 
 _ROLES = ("prefill", "decode")
 _WORKER_STATES = ("starting", "ready", "draining", "dead", "parked")
@@ -190,10 +189,11 @@ def _add_requests(api: Endpoints, router: Process) -> None:
         access = router.access.of(request.headers)
         tenant = None if access.operator else access.tenant
         explanation = router.lanes.report(request_id, tenant)
-        if explanation is None and (refused := router.refused.get(request_id, tenant)):
-            return refused.report()
-        if explanation is None and (past := router.past_reports.get(request_id, tenant)):
-            return past
+        if explanation is None:
+            others = (router.refused, router.past_reports)
+            found = (reports.get(request_id, tenant) for reports in others)
+            if (past := next(filter(None, found), None)) is not None:
+                return past
         # Requests of other tenants are reported as unknown.
         if explanation is None or not (access.operator or _owner(explanation) == access.tenant):
             raise HTTPException(404, "the request is unknown to this router, or no longer recorded")

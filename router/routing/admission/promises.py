@@ -62,13 +62,10 @@ class Promises:
     ) -> float:
         """Return the time in seconds until a refused client should come again.
 
-        Args:
-            caller: Name by which it is recognised then.
-            work_s: Time to compute its prompt.
-            workers: Number of workers that compute prompts.
-            begin_ns: Earliest time of the first client in the book.
-            now_ns: Time on the router's clock.
-            most_s: Longest time. For a later one this time is returned, and no room is kept.
+        ``caller``: name by which it is recognised then. ``work_s``: time to compute its prompt.
+        ``workers``: number of workers that compute prompts. ``begin_ns``: earliest time of the
+        first client in the book. ``most_s``: longest time. For a later one this time is returned,
+        and no room is kept.
         """
         self._pass(now_ns)
         known = self._kept.get(caller)

@@ -140,10 +140,8 @@ class SloGate:
         context counts as a usual one, or long prompts would be refused as long as short ones come;
         later requests are judged by all of it.
 
-        Args:
-            chosen: The placement.
-            prompt_tokens: Length of the prompt, times the number of its choices.
-            answer_tokens: Mean length of responses.
+        ``prompt_tokens``: length of the prompt, times the number of its choices. ``answer_tokens``:
+        mean length of responses.
         """
         terms = chosen.terms
         decode = chosen.decode
@@ -180,11 +178,8 @@ class SloGate:
     ) -> SloDecision:
         """Decide on a request that came now, or on one in the lane, which leaves it if placed.
 
-        Args:
-            request: The request.
-            prediction: Its latencies on the workers that placement would choose.
-            workers: Number of workers that compute prompts.
-            now_ns: Time on the router's clock.
+        ``prediction``: its latencies on the workers that placement would choose. ``workers``:
+        number of workers that compute prompts.
         """
         slo = request.slo
         caller = request.caller

@@ -24,12 +24,13 @@ class FairLimit:
 
     Of each tenant one piece of work waits for a place, and the tenant's others wait for that one.
     So tenants take turns, and much work of one tenant delays another tenant's by one piece. Of
-    several places one is left to other tenants, since a piece may take seconds.
+    several places one is left to other tenants, since a piece may take seconds, or all beyond
+    ``most_of_a_tenant``.
     """
 
-    def __init__(self, places: int, work: str) -> None:
+    def __init__(self, places: int, work: str, most_of_a_tenant: int = 0) -> None:
         self._places = asyncio.Semaphore(places)
-        self._most_of_a_tenant = max(places - 1, 1)
+        self._most_of_a_tenant = most_of_a_tenant or max(places - 1, 1)
         self._work = work  # plural, for the error
         self._tenants: dict[str, _Tenant] = {}  # with work
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from baton.folders import replace_file
+
 KEPT = 200
 
 
@@ -64,10 +66,8 @@ class PastReports:
             return
         self._read()
         whole = heapq.nlargest(KEPT, [*ended, *self._found], key=lambda past: past.arrived_ns)
-        scratch = self.file.with_suffix(".new")
         with contextlib.suppress(OSError):  # a full disk: the list begins anew
-            scratch.write_bytes(msgspec.msgpack.encode(whole))
-            scratch.replace(self.file)
+            replace_file(self.file, msgspec.msgpack.encode(whole))
 
     def _read(self) -> None:
         if self.file is None:

@@ -2,105 +2,56 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
 
+from baton.types.errors import BatonError
+from router.routing.reports.past_reports import PastReport
 from router.routing.requests.call import Call
 
+_ABSENT_OF_LINE = ("first_token_s", "prefill", "decode", "mode", "regret_s")
+_ABSENT_OF_REPORT = (
+    *("ticket", "priority", "user", "mode", "adapter", "model", "seed", "expected_tokens"),
+    *("session", "hints", "prompt_change", "chosen", "route"),
+    *("regret_s", "better", "worker_times_s"),
+)
+_EMPTY_OF_REPORT = ("finish_reasons", "candidates", "prefix_from", "longest_gaps")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedRequest:
-    """A request that got an error in place of a response.
 
-    Attributes:
-        tenant: Its tenant; "" if its API key was not accepted.
-        reason: Message of the error, as the client saw it.
-        arrived_ns: Time of its arrival; ``refused_ns`` that of the error.
-    """
-
-    id: str
-    client_id: str
-    tenant: str
-    endpoint: str
-    status: int
-    code: str
-    reason: str
-    arrived_ns: int
-    refused_ns: int
-
-    @property
-    def elapsed_s(self) -> float:
-        """Time from its arrival to the error."""
-        return (self.refused_ns - self.arrived_ns) / 1e9
-
-    @property
-    def sentence(self) -> str:
-        """Why it was refused."""
-        return f"Refused with {self.status} {self.code}: {self.reason}"
-
-    def line(self, now_ns: int) -> dict[str, Any]:
-        """Return its line of the list, with the fields of a request that was placed."""
-        return {
-            "id": self.id,
-            "tenant": self.tenant,
-            "state": "refused",
-            "status": self.status,
-            "elapsed_s": round(self.elapsed_s, 6),
-            "first_token_s": None,
-            "prompt_tokens": 0,
-            "cached_tokens": 0,
-            "completion_tokens": 0,
-            "prefill": None,
-            "decode": None,
-            "mode": None,
-            "attempts": 0,
-            "error": self.code,
-            "regret_s": None,
-            "cause": "refused",
-            "sentence": self.sentence,
-            "age_s": round((now_ns - self.arrived_ns) / 1e9, 6),
-        }
-
-    def report(self) -> dict[str, Any]:
-        """Return its report, with the fields of a request that was placed."""
-        nothing = (
-            "ticket",
-            "priority",
-            "user",
-            "mode",
-            "adapter",
-            "model",
-            "seed",
-            "expected_tokens",
-            "session",
-            "hints",
-            "prompt_change",
-            "chosen",
-            "route",
-        )
-        unknown = ("regret_s", "better", "worker_times_s")
-        lists = ("finish_reasons", "candidates", "prefix_from", "longest_gaps")
-        return {
-            **dict.fromkeys((*nothing, *unknown)),
-            **{name: [] for name in lists},
-            "id": self.id,
-            "client_request_id": self.client_id or None,
-            "tenant": self.tenant,
-            "state": "refused",
-            "status": self.status,
-            "attempts": 0,
-            "moves": 0,
-            "spread": False,
-            "error": {"code": self.code, "message": self.reason},
-            "prompt_tokens": 0,
-            "completion_tokens": 0,
-            "usual_gap_s": 0.0,
-            "timeline": [{"event": f"refused: {self.code}", "at_s": round(self.elapsed_s, 6)}],
-            "elapsed_s": round(self.elapsed_s, 6),
-            "phases_s": {},
-            "why": {"cause": "refused", "sentence": self.sentence, "cost_s": 0.0},
-        }
+def refusal(call: Call, error: BatonError, refused_ns: int) -> PastReport:
+    """Return the report of a refused call, with the fields of a request that was placed."""
+    elapsed_s = round((refused_ns - call.arrived_ns) / 1e9, 6)
+    sentence = f"Refused with {call.status} {error.code}: {error.message}"
+    both = {
+        "id": call.id,
+        "tenant": call.tenant,  # empty if its API key was not accepted
+        "state": "refused",
+        "status": call.status,
+        "elapsed_s": elapsed_s,
+        "prompt_tokens": 0,
+        "completion_tokens": 0,
+        "attempts": 0,
+    }
+    line = {"cached_tokens": 0, "error": error.code, "cause": "refused", "sentence": sentence}
+    report: dict[str, Any] = {
+        **dict.fromkeys(_ABSENT_OF_REPORT),
+        **{name: [] for name in _EMPTY_OF_REPORT},
+        "client_request_id": call.client_id or None,
+        "moves": 0,
+        "spread": False,
+        "error": {"code": error.code, "message": error.message},
+        "usual_gap_s": 0.0,
+        "timeline": [{"event": f"refused: {error.code}", "at_s": elapsed_s}],
+        "phases_s": {},
+        "why": {"cause": "refused", "sentence": sentence, "cost_s": 0.0},
+    }
+    return PastReport(
+        tenant=call.tenant,
+        client_id=call.client_id,
+        arrived_ns=call.arrived_ns,
+        summary={**dict.fromkeys(_ABSENT_OF_LINE), **both, **line},
+        report={**report, **both},
+    )
 
 
 class RefusedRequests:
@@ -108,41 +59,30 @@ class RefusedRequests:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._refusals: OrderedDict[str, RefusedRequest] = OrderedDict()
+        self._refusals: OrderedDict[str, PastReport] = OrderedDict()
 
     def refused(self, call: Call) -> None:
         """Keep a call that no kept request reports."""
-        error = call.error
-        if error is None or call.is_kept:
+        if call.error is None or call.is_kept:
             return
-        self._refusals[call.id] = RefusedRequest(
-            id=call.id,
-            client_id=call.client_id,
-            tenant=call.tenant,
-            endpoint=call.endpoint,
-            status=call.status,
-            code=error.code,
-            reason=error.message,
-            arrived_ns=call.arrived_ns,
-            refused_ns=monotonic_ns(),
-        )
+        self._refusals[call.id] = refusal(call, call.error, monotonic_ns())
         while len(self._refusals) > self._limit:
             self._refusals.popitem(last=False)
 
-    def get(self, name: str, tenant: str | None = None) -> RefusedRequest | None:
-        """Return a request by its id, or the latest with this id of the client's.
+    def get(self, name: str, tenant: str | None = None) -> dict[str, Any] | None:
+        """Return the report of a request by its id, or of the latest with this id of the client's.
 
         Args:
             name: Id that the router or the client gave.
             tenant: Its owner, or None for any.
         """
-        refusal = self._refusals.get(name)
-        if refusal is None:
-            of_client = (each for each in self.newest_first(tenant) if each.client_id == name)
-            return next(of_client, None)
-        return refusal if tenant in (None, refusal.tenant) else None
+        known = self._refusals.get(name)
+        if known is None:
+            named = (each for each in self.newest_first(tenant) if each.client_id == name)
+            known = next(named, None)
+        return known.report if known is not None and tenant in (None, known.tenant) else None
 
-    def newest_first(self, tenant: str | None = None) -> Iterator[RefusedRequest]:
+    def newest_first(self, tenant: str | None = None) -> Iterator[PastReport]:
         """Iterate over all, or those of a tenant."""
         newest = reversed(self._refusals.values())
-        return (refusal for refusal in newest if tenant in (None, refusal.tenant))
+        return (each for each in newest if tenant in (None, each.tenant))

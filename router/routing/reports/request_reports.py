@@ -10,7 +10,6 @@ from typing import Any, Literal
 from baton.types.geometry import BLOCK_TOKENS
 from router.routing.placement.cost import WorkerLoad
 from router.routing.reports.past_reports import KEPT, PastReport
-from router.routing.reports.refusals import RefusedRequest
 from router.routing.reports.why import Facts, why
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.history import KeptRecords
@@ -90,7 +89,7 @@ def _summary(active: ActiveRequest) -> dict[str, Any]:
 
 
 def past_reports(
-    kept: Iterable[ActiveRequest], refused: Iterable[RefusedRequest]
+    kept: Iterable[ActiveRequest], refused: Iterable[PastReport]
 ) -> Iterator[PastReport]:
     """Yield the reports of the latest ended requests, for the router's next process."""
     now_ns = monotonic_ns()
@@ -102,19 +101,12 @@ def past_reports(
             summary=summary(active, now_ns),
             report=request_report(active),
         )
-    for refusal in islice(refused, KEPT):
-        yield PastReport(
-            tenant=refusal.tenant,
-            client_id=refusal.client_id,
-            arrived_ns=refusal.arrived_ns,
-            summary=refusal.line(now_ns),
-            report=refusal.report(),
-        )
+    yield from islice(refused, KEPT)
 
 
 def latest(
     kept: Iterable[ActiveRequest],
-    others: Sequence[Iterable[RefusedRequest | PastReport]],
+    others: Sequence[Iterable[PastReport]],
     now_ns: int,
     *,
     tenant: str | None,
@@ -123,13 +115,8 @@ def latest(
 ) -> list[dict[str, Any]]:
     """Return the newest or slowest requests, of one tenant or of all.
 
-    Args:
-        kept: Requests of this process, newest first.
-        others: Refused requests, and those of earlier processes, each newest first.
-        now_ns: Time to which their ages refer.
-        tenant: Owner of the requests, or None for all.
-        limit: Number of requests.
-        order: Which ones come first.
+    ``kept``: requests of this process, newest first. ``others``: refused requests, and those of
+    earlier processes, each newest first. ``now_ns``: time to which their ages refer.
     """
     own = (active for active in kept if tenant is None or active.request.tenant == tenant)
     if order == "slowest":

@@ -74,7 +74,6 @@ class WorkerLink:
 
     Args:
         core: Token, certificates and time limits of this router.
-        count_failure: Receives the name of a failed task.
     """
 
     def __init__(

@@ -1,15 +1,11 @@
 """Totals of hand-offs in `/fleet`, over all incarnations and over router restarts."""
 
-import contextlib
-import logging
 from pathlib import Path
 from time import monotonic_ns
 
 import msgspec
 
-from baton.registry.json_file import keep
-
-_LOG = logging.getLogger(__name__)
+from baton.registry.json_file import keep, kept
 
 _SAVE_EVERY_NS = 1_000_000_000
 _REMEMBERED_LIVES = 4096
@@ -31,18 +27,8 @@ class TransferLedger:
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
-        self._book = _Book()
+        self._book = kept(file, _Book) or _Book()
         self._saved_ns = 0
-        if file is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self._book = self._read(file)
-
-    def _read(self, file: Path) -> _Book:
-        try:
-            return msgspec.json.decode(file.read_bytes(), type=_Book)
-        except msgspec.DecodeError as error:
-            _LOG.warning("starting transfer totals from zero: %s is damaged: %s", file, error)
-            return _Book()
 
     def note(self, incarnation: bytes, totals: Totals) -> None:
         """Note the totals that an incarnation reports."""

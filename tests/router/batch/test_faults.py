@@ -12,10 +12,10 @@ from tempfile import SpooledTemporaryFile
 import pytest
 
 from baton.config.batch import BatchConfig
-from router.frontend.batch import runner
+from router.frontend.batch import runner, store
 from router.frontend.batch.lines import LineFault, read_line
 from router.frontend.batch.record import BatchRecord
-from router.frontend.batch.store import BatchStore, FileRecord
+from router.frontend.batch.store import BatchStore
 from tests.router.batch.test_batches import begin, client_of, ended, line, lines, read, start
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
@@ -29,12 +29,12 @@ def full_disk() -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def is_output(record) -> bool:
-    return isinstance(record, FileRecord) and record.purpose == "batch_output"
+def is_output(contents: bytes) -> bool:
+    return b'"purpose":"batch_output"' in contents
 
 
-def is_end(record) -> bool:
-    return isinstance(record, BatchRecord) and record.ended
+def is_end(contents: bytes) -> bool:
+    return b'"state":"completed"' in contents
 
 
 @pytest.mark.parametrize("is_faulty", [is_output, is_end], ids=["file", "end"])
@@ -43,15 +43,15 @@ async def test_a_fault_at_the_end_of_a_batch_loses_no_answer_and_computes_none_a
 ):
     """The answers were moved first: the next try found none, and asked all lines again."""
     monkeypatch.setattr(runner, "_AFTER_FAULT_S", 0.05, raising=False)
-    whole, faults = BatchStore._write, []
+    whole, faults = store.replace_file, []
 
-    def write(store, path, record):
-        if is_faulty(record) and not faults:
-            faults.append(record)
+    def write(path, contents):
+        if is_faulty(contents) and not faults:
+            faults.append(contents)
             raise full_disk()
-        whole(store, path, record)
+        whole(path, contents)
 
-    monkeypatch.setattr(BatchStore, "_write", write)
+    monkeypatch.setattr(store, "replace_file", write)
     fleet = await start()
     async with client_of(fleet) as client:
         done = await ended(client, await begin(client, lines(5) + b"garbage\n"))
@@ -108,7 +108,7 @@ def test_a_file_that_cannot_be_kept_leaves_nothing(tmp_path):
     [
         (SpooledTemporaryFile, "write"),
         (shutil, "copyfileobj"),
-        (BatchStore, "_write"),
+        (store, "replace_file"),
         (BatchStore, "ask_to_cancel"),
     ],
 )
@@ -128,7 +128,7 @@ async def test_a_full_disk_is_a_413(start, monkeypatch, owner, name, number):
             answers = [await fleet.http.post(f"/v1/batches/{batch}/cancel")]
         else:
             answers = [await fleet.http.post("/v1/files", files=form)]
-        if name == "_write":
+        if name == "replace_file":
             answers.append(await fleet.http.post("/v1/batches", json=body))
     for answer in answers:
         assert answer.status_code == 413, answer.text

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.tenants.audit import file as audit_file
-from baton.tenants.audit.chain import verify
+from baton.tenants.audit.chain import Entry, verify
 from baton.tenants.audit.inbox import AuditInbox
 from baton.tenants.audit.log import AuditLog
 from baton.tenants.audit.refused_logins import PER_MINUTE, RefusedLogins
@@ -30,7 +30,7 @@ def entries_of(path: Path) -> list[dict]:
 
 def write(path: Path, name: str, count: int) -> None:
     for number in range(count):
-        audit_file.append(path, [audit_file.entry("scale", f"{name}-{number}", who=name)])
+        audit_file.append(path, [Entry(verb="scale", what=f"{name}-{number}", who=name)])
 
 
 @pytest.mark.long
@@ -52,7 +52,7 @@ def test_appenders_in_threads_and_processes_make_one_chain(tmp_path):
 
 def forever(path: Path) -> None:
     while True:
-        audit_file.append(path, [audit_file.entry("v", "x" * 3000, who="w")])
+        audit_file.append(path, [Entry(verb="v", what="x" * 3000, who="w")])
 
 
 @pytest.mark.long
@@ -110,7 +110,7 @@ async def test_two_routers_and_a_controller_write_one_chain(logs, tmp_path, regi
     controller = logs(None)
     await asyncio.gather(
         *(
-            log.record("scale", f"{name}-{number}", who=name)
+            log.write(Entry(verb="scale", what=f"{name}-{number}", who=name))
             for number in range(20)
             for name, log in zip(("one", "two", "controller"), [*routers, controller], strict=True)
         )
@@ -128,7 +128,7 @@ async def test_two_routers_and_a_controller_write_one_chain(logs, tmp_path, regi
 
 async def test_an_entry_that_arrives_twice_is_written_once(logs, tmp_path, registry):
     inbox = AuditInbox(registry)
-    entry = audit_file.entry("drain", "worker-0", who="w")
+    entry = Entry(verb="drain", what="worker-0", who="w")
     path = tmp_path / "audit.jsonl"
     audit_file.append(path, [entry])  # by a router that died before it removed it from Redis
     await inbox.put(entry)
@@ -147,13 +147,13 @@ async def test_redis_that_is_away_or_emptied_loses_nothing_of_the_file(
     controller = logs(None)
     controller.on_failure = lambda: failures.append("controller")
     router.on_failure = lambda: failures.append("router")
-    await router.record("up", who="w")
+    await router.write(Entry(verb="up", who="w"))
     os.kill(redis_server.pid, signal.SIGSTOP)
     try:
         async with asyncio.timeout(0.2):
-            await controller.write_soon(audit_file.entry("keys revoke", who="w"))
-        await controller.record("turn", "worker-1", who="planner")
-        await router.write_soon(audit_file.entry("keys create", who="w"))
+            await controller.write_soon(Entry(verb="keys revoke", who="w"))
+        await controller.write(Entry(verb="turn", what="worker-1", who="planner"))
+        await router.write_soon(Entry(verb="keys create", who="w"))
     finally:
         os.kill(redis_server.pid, signal.SIGCONT)
     assert "router" not in failures, "the router has the file"
@@ -178,7 +178,7 @@ async def test_a_file_that_cannot_be_written_is_told_and_the_entry_waits_in_redi
     failures: list[int] = []
     log = logs("missing/audit.jsonl")
     log.on_failure = lambda: failures.append(1)
-    await log.record("scale", who="w")
+    await log.write(Entry(verb="scale", who="w"))
     assert failures and "audit entry is in Redis only verb=scale" in caplog.text
     assert len(await AuditInbox(registry).waiting()) == 1
     (tmp_path / "missing").mkdir()
@@ -205,7 +205,7 @@ async def test_written_lines_are_exported_once(logs, tmp_path):
     one, two = logs(export=exported.append), logs(export=exported.append)
     remote = logs(None, export=exported.append)
     for log in (one, two, remote):
-        await log.record("scale", who="w")
+        await log.write(Entry(verb="scale", who="w"))
     await until(lambda: len(exported) == 3, 3.0)
     assert sorted(exported) == sorted((tmp_path / "audit.jsonl").read_bytes().splitlines(True))
 

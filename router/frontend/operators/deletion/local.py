@@ -75,9 +75,7 @@ def blank_texts(folder: Path, until_ms: Mapping[str, int]) -> dict[str, int]:
 
     Routers have the logs open, so lines are overwritten in place and keep their length.
 
-    Args:
-        folder: Folder of the logs.
-        until_ms: Time until which lines are changed, by tenant.
+    ``until_ms``: time until which lines are changed, by tenant.
 
     Returns:
         Number of changed lines, by tenant.

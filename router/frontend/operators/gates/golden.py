@@ -58,11 +58,9 @@ class GoldenRunner:
     async def run(self, model: str, *, everywhere: bool = False) -> GoldenRound:
         """Run the golden prompts of a model.
 
-        Args:
-            model: Name of the model or adapter.
-            everywhere: Whether each prompt runs at each pair of workers. Otherwise each prompt and
-                each pair has at least one turn, the pairs change with each round, and a prompt is
-                left out if its other model gives no answer.
+        ``everywhere``: whether each prompt runs at each pair of workers. Otherwise each prompt and
+        each pair has at least one turn, the pairs change with each round, and a prompt is left out
+        if its other model gives no answer.
 
         Raises:
             ModelNotFoundError: The model is not served.

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
+import msgspec
+
 from baton.types.gates import GoldenRound, Tally
 from router.lanes.comparison import p95_s, seconds_of
 from router.lanes.gate import Gate
@@ -25,13 +27,7 @@ def round_state(golden: GoldenRound | None) -> dict[str, Any] | None:
     """Return the result of a round of golden prompts; None if none has run."""
     if golden is None:
         return None
-    return {
-        "at_ms": golden.at_ms,
-        "passed": golden.passed,
-        "right": golden.right,
-        "wrong": dict(golden.wrong),
-        "failed": dict(golden.failed),
-    }
+    return {**msgspec.structs.asdict(golden), "passed": golden.passed}
 
 
 def _tally(tally: Tally) -> dict[str, Any]:

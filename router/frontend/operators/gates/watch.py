@@ -6,6 +6,7 @@ from time import monotonic_ns
 
 from baton.registry.gates import SharedGates
 from baton.registry.redis_store import RegistryUnavailableError
+from baton.tenants.audit.chain import Entry
 from baton.types.errors import ModelNotFoundError
 from baton.types.routes import NameRoute
 from baton.types.versioned import TableChangeError
@@ -132,13 +133,14 @@ class GateWatch:
         self._router.metrics.inc("baton_model_rollbacks", model=model)
         _LOG.warning("rolled back name=%s %s=%s: %s", name, _kind(tried), model, gate.reason)
         if self._router.audit is not None:
-            await self._router.audit.record(
-                "models rollback",
-                name,
+            entry = Entry(
+                verb="models rollback",
+                what=name,
                 who=f"router {self._router.router_id}",
                 before=route_entry(before.names.get(name)),
                 after=route_entry(after.names.get(name)),
             )
+            await self._router.audit.write(entry)
 
 
 def _kind(entry: NameRoute) -> str:
