@@ -52,6 +52,7 @@ class Emulation:
             ``garbage``, ``cut`` (the connection breaks after two tokens), ``foreign`` (tokens that
             the model does not have), ``endless`` (no finish).
         words: Token of each word with the space before it; empty: it serves no text.
+        answer_s: Time in which it answers what is not a request for tokens.
     """
 
     model: str = "smol"
@@ -69,6 +70,7 @@ class Emulation:
     fault: str = ""
     words: Mapping[str, int] = field(default_factory=dict)
     started: float = field(default_factory=time.time)
+    answer_s: float = 0.0
 
 
 class EmulatedCache:
@@ -199,6 +201,7 @@ class EmulatedVllm:
         self._publisher.send_multipart([b"", number, payload])
 
     async def _health(self, _: Request) -> Response:
+        await asyncio.sleep(self.emulation.answer_s)
         await self._hang()
         return Response(status_code=503 if self.emulation.fault == "dead" else 200)
 
@@ -207,10 +210,12 @@ class EmulatedVllm:
             await asyncio.sleep(0.05)
 
     async def _version(self, _: Request) -> Response:
+        await asyncio.sleep(self.emulation.answer_s)
         await self._hang()
         return JSONResponse({"version": VERSION})
 
     async def _models(self, request: Request) -> Response:
+        await asyncio.sleep(self.emulation.answer_s)
         await self._hang()
         if refused := self._refused(request):
             return refused
@@ -225,6 +230,7 @@ class EmulatedVllm:
         return None
 
     async def _metrics(self, _: Request) -> Response:
+        await asyncio.sleep(self.emulation.answer_s)
         await self._hang()
         one = self.emulation
         lines = [f"process_start_time_seconds {one.started}"]

@@ -83,14 +83,19 @@ class KvTiersConfig(Section):
         memory_mb: Host memory per worker in MB, in addition to its pool.
         disk_folder: Absolute path of a folder on every host; each worker creates its own
             subfolder.
+        disk_shared: Workers read the blocks in each other's subfolders, too. On several hosts the
+            folder must be one on a shared file system.
     """
 
     memory_mb: Annotated[int, Field(ge=0, le=16_777_216)] = 0
     disk_mb: Annotated[int, Field(ge=0, le=268_435_456)] = 0  # disk space per worker in MB
     disk_folder: AbsoluteFile | None = None
+    disk_shared: bool = False
 
     @model_validator(mode="after")
     def _disk_requires_folder(self) -> Self:
+        if self.disk_shared and not self.disk_mb:
+            raise ValueError("disk_shared needs `disk_mb`, the disk space of each worker")
         if self.disk_mb and self.disk_folder is None:
             raise ValueError("disk_mb needs `disk_folder: FOLDER`, an absolute path")
         return self
@@ -249,7 +254,10 @@ class PoolsConfig(Section):
                 "one of them"
             )
         if self.kv_tiers.memory_mb or self.kv_tiers.disk_mb:
-            raise ValueError(f"kv_tiers: not for {kind} workers; vllm has `vllm: {{kv_tiers: …}}`")
+            raise ValueError(
+                f"kv_tiers: not for {kind} workers; vllm has `vllm: {{kv_tiers: …}}`, without a "
+                "disk: vLLM 0.32 checks no digests of the files that it reads"
+            )
         if self.widest > 1:
             raise ValueError(
                 f"tensor_parallel: not for {kind} workers; use `--tensor-parallel-size` in "

@@ -69,12 +69,15 @@ class KvTierSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the KV tiers below the pool; 0 for no such tier.
 
     Attributes:
+        disk_folder: Folder of this worker alone.
+        disk_shared: Folders of other workers beside it are read.
         int8_chunks: Blocks may have arrived as int8, so workers without int8 cannot use them.
     """
 
     memory_mb: int = 0
     disk_mb: int = 0
     disk_folder: str = ""
+    disk_shared: bool = False
     int8_chunks: bool = False
 
     @property

@@ -299,14 +299,18 @@ WORKER_METRICS: dict[str, MetricSpec] = {
         "KV blocks by state: total, free, cached, leased, quarantined.", "state"
     ),
     "baton_kv_tier_blocks": _gauge(
-        "KV blocks below the pool, by tier (memory, disk) and state (held, total).", "tier", "state"
+        "KV blocks below the pool, by tier (memory, disk) and state: total, held, and elsewhere "
+        "(on the disks of other workers that share the folder).",
+        "tier",
+        "state",
     ),
     "baton_kv_tier_moved_bytes": _count(
         "KV bytes copied into a tier (saved) and back into the pool (brought).", "tier", "direction"
     ),
     "baton_kv_tier_failures": _count(
         "Failures of a KV tier: blocks evicted before they were saved (lost), read back wrong "
-        "(damaged) or not written (failed), and prompts that stopped waiting for blocks (late).",
+        "(damaged), removed by another worker before they were read (gone) or not written "
+        "(failed), and prompts that stopped waiting for blocks (late).",
         "tier",
         "reason",
     ),

@@ -14,15 +14,17 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of a tier in blocks; all but ``places`` and ``held`` since the start."""
+    """Counters of a tier in blocks; all but the first three since the start."""
 
     name: str
     places: int
     held: int
+    elsewhere: int = 0  # held by other workers that share the tier
     saved: int = 0
     brought: int = 0
     lost: int = 0  # evicted above before this tier had them
     damaged: int = 0
+    gone: int = 0  # removed by another worker before they were read
     failed: int = 0
     late: int = 0  # restores given up as too slow
     block_ns: float = 0.0  # mean time to restore a block

@@ -49,6 +49,7 @@ class Attachment:
     Attributes:
         phase: ``starting`` until the server was looked at, then as in the picture.
         epoch: Number of the worker's life.
+        may_be_silent: Whether the server may be left because it answers slowly.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class Attachment:
         self.phase = "starting"
         self.reason = ""
         self.epoch = 0
+        self.may_be_silent: Callable[[], bool] = lambda: True
+        self._handle: EngineHandle | None = None
         self._kind = kind
         self._settings = settings
         self._alone_on_host = alone_on_host
@@ -72,6 +75,11 @@ class Attachment:
         self._tasks = BackgroundTasks("attachment")
         self._hurried = asyncio.Event()
         self._origin = HttpOrigin.of_url(entry.url, entry.key, entry.address)
+
+    @property
+    def answers(self) -> bool:
+        """Return whether the server takes requests, and answers in time."""
+        return self.phase == "ready" and self._handle is not None and not self._handle.silent
 
     def leave(self, *, at_once: bool = False) -> None:
         """Drain the worker and end; ``at_once`` does not wait for its requests."""
@@ -146,6 +154,8 @@ class Attachment:
         async def connect(context: StartContext, stack: AsyncExitStack) -> EngineHandle:
             stack.push_async_callback(link.stop)
             handle = EngineHandle(link)
+            handle.may_be_silent = self.may_be_silent
+            self._handle = handle
             if "BATON_PICKER" in os.environ:
                 handle.rates = _UnmeasuredRates()
             if past is not None:

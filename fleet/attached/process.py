@@ -139,10 +139,15 @@ class LaneServers:
             alone,
             self._report,
         )
+        one.may_be_silent = partial(self._others_answer, one)
         self._attachments[name] = one
         running = self._tasks.spawn(one.run(), "attachment")
         self._running.add(running)
         running.add_done_callback(self._running.discard)
+
+    def _others_answer(self, slow: Attachment) -> bool:
+        """Return whether another server answers: if none does, the host or network is slow."""
+        return any(one.answers for one in self._attachments.values() if one is not slow)
 
     def _worker_id(self, name: str) -> str:
         return worker_name(self._numbers[name], worker_prefix(self._config.fleet))

@@ -198,6 +198,7 @@ def _kv_tiers(config: FleetConfig, worker_id: str) -> KvTierSettings:
         memory_mb=tiers.memory_mb,
         disk_mb=tiers.disk_mb,
         disk_folder=str(folder) if tiers.disk_mb else "",
+        disk_shared=tiers.disk_shared,
         int8_chunks=config.pools.int8_chunks,
     )
 

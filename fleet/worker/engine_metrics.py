@@ -72,13 +72,14 @@ class EngineMetrics:
         block_bytes = self._engine.client.ready.geometry.block_bytes
         for tier in step.tiers:
             name = tier.name
-            metrics.set("baton_kv_tier_blocks", tier.places, tier=name, state="total")
-            metrics.set("baton_kv_tier_blocks", tier.held, tier=name, state="held")
+            counts = {"total": tier.places, "held": tier.held, "elsewhere": tier.elsewhere}
+            for state, blocks in counts.items():
+                metrics.set("baton_kv_tier_blocks", blocks, tier=name, state=state)
             for direction, blocks in (("saved", tier.saved), ("brought", tier.brought)):
                 moved_bytes = blocks * block_bytes
                 metrics.count_up(
                     "baton_kv_tier_moved_bytes", moved_bytes, tier=name, direction=direction
                 )
-            for reason in ("lost", "damaged", "failed", "late"):
+            for reason in ("lost", "damaged", "gone", "failed", "late"):
                 lost = getattr(tier, reason)
                 metrics.count_up("baton_kv_tier_failures", lost, tier=name, reason=reason)

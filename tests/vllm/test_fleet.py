@@ -201,7 +201,7 @@ async def load(fleet: Fleet, count: int, more_headers: dict[str, str] | None = N
             body = {"model": "smol", "prompt": f"Number {number} is", "stream": True}
             body |= {"max_tokens": 100 if number % 2 else 4, "ignore_eos": True}
             async with client.stream("POST", "/v1/completions", json=body) as answer:
-                assert answer.status_code == 200
+                assert answer.status_code == 200, (await answer.aread()).decode()
                 async for line in answer.aiter_lines():
                     if number % 2 and line:
                         break  # the client disconnects

@@ -64,7 +64,9 @@ def build_engine(
     copier = None
     if shelves:
         pool = map_pool(pool_fd, runner.geometry)
-        copier = TierCopier(BlockMover(pool, runner.geometry, shelves))
+        disk = shelves.get("disk")
+        others = disk.others if isinstance(disk, DiskShelf) else None
+        copier = TierCopier(BlockMover(pool, runner.geometry, shelves), others)
     core = EngineCore(
         runner,
         SchedulerConfig(settings.max_batch_requests, settings.max_step_tokens),
@@ -93,7 +95,7 @@ def open_tiers(
         try:
             folder = Path(configured.disk_folder)
             key = _format_key(geometry, info, configured)
-            disk = DiskShelf(folder, key, places, block_bytes)
+            disk = DiskShelf(folder, key, places, block_bytes, shared=configured.disk_shared)
         except ShelfError as error:
             progress(f"disk KV tier disabled: {error}")
         else:

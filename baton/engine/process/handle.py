@@ -44,6 +44,7 @@ class EngineHandle:
         self.load = ev.StepDone(blocks=BlockCounts(total=total, free=total))
         self.sick = ""
         self.silent = False  # the step loop hangs or is stopped
+        self.may_be_silent: Callable[[], bool] = lambda: True
         self._report_ns = ALIVE.now_ns()
         self.adapters: set[bytes] = set()  # digests of loaded adapters
         self.on_cache_changed: Callable[[ev.CacheChanged], None] = lambda _: None
@@ -166,7 +167,8 @@ class EngineHandle:
             alive_ns: The time by ``baton.telemetry.alive_clock``.
         """
         limit_ns = SILENCE_NS + _STEPS_OF_SILENCE * max(self._durations_ns)
-        if not self.silent and alive_ns - self._report_ns > limit_ns:
+        is_late = alive_ns - self._report_ns > limit_ns
+        if is_late and not self.silent and self.may_be_silent():
             self.silent = True
             _LOG.warning("received no engine report for %.0f s", limit_ns / 1e9)
 

@@ -27,15 +27,12 @@ from baton.engine.parent import die_with_parent
 from baton.engine.process import messages
 from baton.engine.process.adapter_loader import AdapterLoader
 from baton.engine.process.build import BuiltEngine, build_engine
+from baton.engine.process.shared_tier import OtherBlocks
 from baton.engine.process.tier_copier import Erased
 from baton.engine.sampling.grammars import GrammarCompileQueue
 from baton.engine.settings import EngineSettings
 from baton.types import events as ev
-from baton.types.errors import (
-    BatonError,
-    CancelledError_,
-    NumericsError,
-)
+from baton.types.errors import BatonError, CancelledError_, NumericsError
 
 _IDLE_S = 1.0
 _ALIVE_S = 0.5  # time without a report after which the loop sends ``Alive``
@@ -100,12 +97,14 @@ class StepLoop:
         if self._copier is None:
             return False
         ended = self._copier.take()
-        for copied in ended:
-            if isinstance(copied, Erased):
-                pool = self._erasures.pop(copied.number)
-                self._send([messages.BlocksErased({"pool": pool, **copied.blocks})])
+        for done in ended:
+            if isinstance(done, Erased):
+                pool = self._erasures.pop(done.number)
+                self._send([messages.BlocksErased({"pool": pool, **done.blocks})])
+            elif isinstance(done, OtherBlocks):
+                self._core.tiers.note_elsewhere(done.stored, done.removed)
             else:
-                self._core.copied(copied, time.monotonic_ns())
+                self._core.copied(done, time.monotonic_ns())
         return bool(ended)
 
     def _receive(self) -> bool:

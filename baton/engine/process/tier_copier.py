@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 
 from baton.engine.core.tiers.tiers import POOL, Copied, TierCopy
-from baton.engine.process.tier_shelves import Bytes, DamagedError, Shelf
+from baton.engine.process.shared_tier import FolderWatch, OtherBlocks, OtherFolders
+from baton.engine.process.tier_shelves import BlockGoneError, Bytes, DamagedError, Shelf
 from baton.types.geometry import KvGeometry
 
 _LOG = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ class BlockMover:
         """Make a copy and return the ``outcome`` of `Copied`."""
         try:
             data = self._read(copy)
+        except BlockGoneError:
+            return "gone"
         except (DamagedError, OSError) as error:
             self._warn(copy.source, error)
             return "damaged"
@@ -101,17 +104,22 @@ class BlockMover:
 
 
 class TierCopier:
-    """Thread that makes copies in order of urgency."""
+    """Thread that makes copies in order of urgency.
 
-    def __init__(self, mover: BlockMover) -> None:
+    Args:
+        others: Folders of other workers that share the disk tier.
+    """
+
+    def __init__(self, mover: BlockMover, others: OtherFolders | None = None) -> None:
         self._mover = mover
         self._orders: queue.PriorityQueue[tuple[int, int, TierCopy | Erasure | None]] = (
             queue.PriorityQueue()
         )
-        self._ended: queue.SimpleQueue[Copied | Erased] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Copied | Erased | OtherBlocks] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kv tiers", daemon=True)
         self._thread.start()
+        self._watch = FolderWatch(others, self._report) if others is not None else None
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when a copy has ended."""
@@ -127,8 +135,8 @@ class TierCopier:
         """Queue an erasure behind the saves with lower numbers."""
         self._orders.put((_LATER, number, Erasure(number, tags)))
 
-    def take(self) -> list[Copied | Erased]:
-        """Return the copies and erasures that ended since the last call."""
+    def take(self) -> list[Copied | Erased | OtherBlocks]:
+        """Return the copies and erasures that ended since the last call, and others' changes."""
         try:
             os.eventfd_read(self._bell)
         except BlockingIOError:
@@ -141,20 +149,25 @@ class TierCopier:
     def close(self) -> None:
         """End the thread after its current copy; a hanging copy ends with the process."""
         self._orders.put((-1, 0, None))
+        has_ended = self._watch is None or self._watch.close()
         self._thread.join(_LAST_COPY_S)
         if not self._thread.is_alive():
-            os.close(self._bell)
             self._mover.close()
+            if has_ended:
+                os.close(self._bell)
+
+    def _report(self, what: Copied | Erased | OtherBlocks) -> None:
+        self._ended.put(what)
+        os.eventfd_write(self._bell, 1)
 
     def _run(self) -> None:
         while (order := self._orders.get()[2]) is not None:
             began_ns = time.monotonic_ns()
             if isinstance(order, Erasure):
-                self._ended.put(Erased(order.number, self._mover.erase(order.tags)))
+                self._report(Erased(order.number, self._mover.erase(order.tags)))
             else:
                 outcome = self._outcome(order)
-                self._ended.put(Copied(order.number, outcome, time.monotonic_ns() - began_ns))
-            os.eventfd_write(self._bell, 1)
+                self._report(Copied(order.number, outcome, time.monotonic_ns() - began_ns))
 
     def _outcome(self, copy: TierCopy) -> str:
         """Make a copy and catch every error: admission waits for all copies."""

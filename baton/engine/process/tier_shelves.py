@@ -4,6 +4,7 @@ A block is stored in the pool's order, layer by layer, with an xxh3-64 over its 
 hash. A block that does not match is damaged and is computed again.
 """
 
+import contextlib
 import fcntl
 import os
 import re
@@ -16,20 +17,25 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from baton.engine.core.tiers.places import ELSEWHERE
+from baton.engine.process.shared_tier import OtherFolders
+from baton.engine.process.tier_files import NAME, SUFFIX, hashes_in
 from baton.types.block_hashes import tag_in
 
 Bytes = npt.NDArray[np.uint8]
 
 _HEADER = struct.Struct("<8s16sQQ")  # magic, block hash, payload bytes, digest
 _MAGIC = b"batonkv1"
-_SUFFIX = ".kv"
 _UNFINISHED = ".new"
 _KEY = re.compile(r"[0-9a-f]{32}")
-_NAME = re.compile(r"[0-9a-f]{32}" + re.escape(_SUFFIX))
 
 
 class DamagedError(Exception):
     """Stored data differs from what was written."""
+
+
+class BlockGoneError(Exception):
+    """Another worker has removed its block."""
 
 
 class ShelfError(Exception):
@@ -52,6 +58,7 @@ class Shelf(Protocol):
 
         Raises:
             DamagedError: The place has other data or none.
+            BlockGoneError: The block is of another worker, which has removed it.
             OSError: The block cannot be read.
         """
 
@@ -110,15 +117,20 @@ class DiskShelf:
         folder: Folder used by this worker alone. Blocks of a former process are used if their
             ``key`` is the same, and deleted otherwise.
         key: Digest of model, numerics and layout.
+        shared: Whether blocks in the folders of other workers, beside ``folder``, are read.
 
     Attributes:
         found: (hash, place) of existing blocks, the oldest first.
+        others: The folders of other workers; None: they are not read.
 
     Raises:
         ShelfError: The folder cannot be written, or another process uses it.
     """
 
-    def __init__(self, folder: Path, key: str, places: int, block_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, key: str, places: int, block_bytes: int, *, shared: bool = False
+    ) -> None:
+        self.others = OtherFolders(folder, key) if shared else None
         self._folder = folder / key
         self._block_bytes = block_bytes
         self._names = [b""] * places
@@ -144,11 +156,9 @@ class DiskShelf:
     def erase(self, tags: frozenset[bytes]) -> int:
         """Delete the files of the blocks with these tags."""
         self._names = [b"" if tag_in(name) in tags else name for name in self._names]
-        count = 0
-        for path in list(self._folder.iterdir()):
-            if _NAME.fullmatch(path.name) and tag_in(bytes.fromhex(path.stem)) in tags:
-                path.unlink(missing_ok=True)
-                count += 1
+        count = _erase(self._folder, tags)
+        if self.others is not None:  # a worker that has ended cannot erase its own
+            count += sum(_erase(folder, tags) for folder in self.others.folders())
         return count
 
     def close(self) -> None:
@@ -169,7 +179,7 @@ class DiskShelf:
         ages: list[tuple[int, str]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                if not _NAME.fullmatch(entry.name):
+                if not NAME.fullmatch(entry.name):
                     continue  # not a file of a tier
                 stat = entry.stat()
                 if stat.st_size == size_bytes:
@@ -182,12 +192,12 @@ class DiskShelf:
             (self._folder / name).unlink()
         files = []
         for place, (_, name) in enumerate(ages[max(len(ages) - places, 0) :]):
-            self._names[place] = bytes.fromhex(name.removesuffix(_SUFFIX))
+            self._names[place] = bytes.fromhex(name.removesuffix(SUFFIX))
             files.append((self._names[place], place))
         return files
 
     def _path(self, block_hash: bytes) -> Path:
-        return self._folder / (block_hash.hex() + _SUFFIX)
+        return self._folder / (block_hash.hex() + SUFFIX)
 
     def write(self, place: int, block_hash: bytes, data: Bytes) -> None:
         """Write a block to a place and delete the former block."""
@@ -208,17 +218,42 @@ class DiskShelf:
         self._names[place] = block_hash
 
     def read(self, place: int, block_hash: bytes) -> Bytes:
-        """Return the block at a place; the data is valid until the next call."""
+        """Return the block at a place; the data is valid until the next call.
+
+        Raises:
+            BlockGoneError: The block was ``ELSEWHERE`` and is not there any more.
+        """
+        path = self._path(block_hash)
+        if place == ELSEWHERE:
+            folder = self.others.folder_of(block_hash) if self.others is not None else None
+            if folder is None:
+                raise BlockGoneError(f"{path.name} of another worker")
+            path = folder / path.name
         try:
-            with self._path(block_hash).open("rb", buffering=0) as file:
+            with path.open("rb", buffering=0) as file:
                 count = file.readinto(self._buffer.data)
         except FileNotFoundError:
-            raise DamagedError(f"{self._path(block_hash)} is missing") from None
+            if place == ELSEWHERE:
+                raise BlockGoneError(f"{path}") from None
+            raise DamagedError(f"{path} is missing") from None
         data = self._buffer[_HEADER.size :]
         wanted = _HEADER.pack(_MAGIC, block_hash, self._block_bytes, digest(block_hash, data))
         if count != len(self._buffer) or self._buffer[: _HEADER.size].tobytes() != wanted:
-            raise DamagedError(f"{self._path(block_hash)} is damaged")
+            raise DamagedError(f"{path} is damaged")
         return data
+
+
+def _erase(folder: Path, tags: frozenset[bytes]) -> int:
+    """Delete the files of the blocks with these tags; return how many there were."""
+    hashes: list[bytes] = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # of no worker, by now
+        hashes = [one for one in hashes_in(folder) if tag_in(one) in tags]
+    count = 0
+    for block_hash in hashes:
+        with contextlib.suppress(FileNotFoundError):
+            (folder / (block_hash.hex() + SUFFIX)).unlink()
+            count += 1
+    return count
 
 
 def _write_all(descriptor: int, data: bytes | memoryview) -> None:

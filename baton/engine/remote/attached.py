@@ -148,6 +148,7 @@ class ServerWatch:
             polls += 1
             try:
                 await self._origin.fetch("GET", "/health", _ANSWER_S)
+                alive()
                 if asked or not polls % _IDENTITY_POLLS:
                     self._compare(await self._read())
             except (StatusError, RefusedError, InternalError) as error:

@@ -24,7 +24,10 @@ CLEARLY_FASTER = 2.0
 
 
 class Source(NamedTuple):
-    """Worker from which leading blocks of a prompt can be pulled, and their number."""
+    """Worker from which leading blocks of a prompt can be pulled, and their number.
+
+    ``overhead_s`` is the time until the first byte, with that to bring blocks back from tiers.
+    """
 
     worker_id: str
     blocks: int
@@ -55,8 +58,11 @@ def cheapest_chains(
     """
     ends: list[tuple[Source, float]] = []
     for source, rate in zip(sources, bytes_per_s, strict=True):
-        # A source is useless unless it is clearly faster than one that has as many blocks.
-        if source.blocks > held_blocks and (not ends or rate > ends[-1][1] * CLEARLY_FASTER):
+        # A source is useless unless it is quicker than one that has as many blocks.
+        is_quicker = not ends or (
+            rate > ends[-1][1] * CLEARLY_FASTER or source.overhead_s < ends[-1][0].overhead_s
+        )
+        if source.blocks > held_blocks and is_quicker:
             ends.append((source, rate))
 
     def link_s(source: Source, rate: float, before: int) -> float:

@@ -90,9 +90,9 @@ class Prompt(ctypes.Structure):
         ("prefill_overhead_s", ctypes.c_double),
         ("edge_overhead_s", ctypes.c_double),
         ("exposed_share", ctypes.c_double),
-        ("pull_overhead_s", ctypes.c_double),
         ("sources", ctypes.c_double),
         ("source_blocks", ctypes.c_double * MAX_SOURCES),
+        ("source_overhead_s", ctypes.c_double * MAX_SOURCES),
     ]
 
 
@@ -254,9 +254,9 @@ class Pricing:
         prompt.moves_kv = asked.moves_kv
         prompt.crowding_prefill, prompt.crowding_decode = crowding
         prompt.sources = len(asked.sources)
-        prompt.pull_overhead_s = max((source.overhead_s for source in asked.sources), default=0.0)
         for place, source in enumerate(asked.sources):
             prompt.source_blocks[place] = source.blocks
+            prompt.source_overhead_s[place] = source.overhead_s
 
     def _measured_pulls(self, pairs: list[list[int]], asked: Asked) -> list[int]:
         """Write measured rates from the sources, for the few workers that may be the best."""

@@ -14,12 +14,17 @@ from typing import NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from baton.registry.types import TIERS
 from router.request import GenerationRequest
 from router.routing.placement.block_table import HASH_BYTES
 from router.routing.placement.booked_load import LoadBook, Unreported
 from router.routing.placement.congestion import Crowding
-from router.routing.placement.cost import Candidate, WorkerLoad, price
+from router.routing.placement.cost import (
+    BRING_OVERHEAD_S,
+    PRIOR_TIER_BLOCK_S,
+    Candidate,
+    WorkerLoad,
+    price,
+)
 from router.routing.placement.prefix_sources import (
     ENGINE_PULL_OVERHEAD_S,
     MAX_SOURCES,
@@ -196,22 +201,25 @@ class Shortlist:
         ``held`` is the number of leading blocks of each incarnation that has the first one.
         """
         workers = self._workers
-        leading: dict[WorkerSlot, int] = {}
-        for incarnation, blocks in sorted(held.items(), key=itemgetter(1), reverse=True):
+        holders = []
+        for incarnation, blocks in held.items():
             slot = workers.slot_of.get(incarnation)
+            tier = ""
             if slot is None:
                 slot, tier = workers.tier_of.get(incarnation, (None, ""))
-                slot = slot if tier == TIERS[0] else None  # a disk takes as long as computing
-            if slot is None or slot in leading:
+            if slot is not None:
+                holders.append((blocks, held.get(slot.incarnation, 0), slot, tier))
+        leading: dict[WorkerSlot, Source] = {}
+        for blocks, in_pool, slot, tier in sorted(holders, key=itemgetter(0, 1), reverse=True):
+            if slot in leading:
                 continue
             # Workers that were usable at the last update are sources, too.
             if slot.incarnation in workers.index_of_incarnation or slot.gives_prefixes:
-                leading[slot] = blocks
+                overhead_s = _overhead_s(slot) + _bring_s(slot, tier, blocks - in_pool)
+                leading[slot] = Source(slot.worker_id, blocks, overhead_s)
                 if len(leading) == MAX_SOURCES:
                     break
-        return tuple(
-            Source(slot.worker_id, blocks, _overhead_s(slot)) for slot, blocks in leading.items()
-        )
+        return tuple(leading.values())
 
     def tiers(self, held: Mapping[bytes, int]) -> dict[int, tuple[int, float]]:
         """Return ``Report.tiers`` of each worker that has more of a prompt below its pool.
@@ -374,6 +382,15 @@ def _smallest(members: npt.NDArray[np.intp], column: _Column, keep: int) -> list
         members = members[few]
         values = values[few]
     return [int(index) for index in members[np.argsort(values)]]
+
+
+def _bring_s(slot: WorkerSlot, tier: str, blocks: int) -> float:
+    """Return the time in which a worker brings blocks back from a tier, to give them away."""
+    if not blocks:
+        return 0.0
+    status = slot.link.status if slot.link is not None else None
+    measured = {one.name: one.block_s for one in status.kv_tiers} if status is not None else {}
+    return BRING_OVERHEAD_S + blocks * (measured.get(tier) or PRIOR_TIER_BLOCK_S[tier])
 
 
 def _overhead_s(slot: WorkerSlot) -> float:

@@ -5,6 +5,7 @@ the test, when it likes, in the order that it likes, and not always with success
 """
 
 import random
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from baton.engine.core.tiers.places import TierPlaces
 from baton.engine.core.tiers.tiers import BRING_NS, POOL, REST_NS, Copied
 from baton.engine.emulated import EmulatedRunner
 from baton.engine.process.tier_copier import BlockMover, Erasure
-from baton.engine.process.tier_shelves import MemoryShelf
+from baton.engine.process.tier_shelves import DiskShelf, MemoryShelf
 from baton.types import events as ev
 from baton.types.block_hashes import tag_in
 from baton.types.errors import UnavailableError
@@ -33,16 +34,26 @@ BLOCK_NS = 1000
 
 
 class Engine:
-    """A core with tiers in memory, and the copies that it has ordered."""
+    """A core with tiers in memory, and the copies that it has ordered.
 
-    def __init__(self, blocks: int, *places: int, dtype: str = "bf16") -> None:
+    With a ``folder`` the last tier is on disk, and shared with those beside the folder.
+    """
+
+    def __init__(
+        self, blocks: int, *places: int, dtype: str = "bf16", folder: Path | None = None
+    ) -> None:
         geometry = KvGeometry(
             num_layers=2, num_kv_heads=2, head_dim=4, num_blocks=blocks, dtype=dtype
         )
         buffer = bytearray(geometry.pool_bytes)
         names = ("memory", "disk")[: len(places)]
         tiers = [TierPlaces(*tier) for tier in zip(names, places, strict=True)]
-        shelves = {tier.name: MemoryShelf(tier.places, geometry.block_bytes) for tier in tiers}
+        size = geometry.block_bytes
+        shelves: dict = {tier.name: MemoryShelf(tier.places, size) for tier in tiers}
+        if folder is not None:
+            disk = DiskShelf(folder, "0" * 32, places[-1], size, shared=True)
+            shelves[tiers[-1].name] = disk
+            self.others = disk.others
         runner = EmulatedRunner(geometry, buffer)
         config = SchedulerConfig(8, 64)
         self.core = EngineCore(runner, config, tiers=tiers, check_every_step=True)
@@ -89,6 +100,11 @@ class Engine:
             return
         done = outcome or self.mover.move(copy)
         self.core.copied(Copied(copy.number, done, BLOCK_NS), self.now_ns)
+        self.core.batch.check_integrity()
+
+    def look(self) -> None:
+        """Learn what the other engines have stored and removed."""
+        self.core.tiers.note_elsewhere(*self.others.look())
         self.core.batch.check_integrity()
 
     def forget(self) -> int:

@@ -184,6 +184,24 @@ def test_a_slow_server_is_not_given_up(pair: Pair) -> None:
             server.emulation.token_s = LIKE.token_s
 
 
+@pytest.mark.parametrize(("answer_s", "least"), [(0.7, 2), (4.0, 1)])
+def test_servers_that_all_answer_slowly_take_requests_all_the_time(
+    pair: Pair, answer_s: float, least: int
+) -> None:
+    """Both are on one busy machine. They counted as hung at once, and requests got 503."""
+    for server in pair.servers:
+        server.emulation.answer_s = answer_s
+    try:
+        until_s = time.monotonic() + 14  # the fifth look reads all properties
+        while time.monotonic() < until_s:
+            assert len(pair.fleet.ready()) >= least
+            time.sleep(0.2)
+        assert pair.fleet.complete(4) == expected(4)
+    finally:
+        for server in pair.servers:
+            server.emulation.answer_s = 0.0
+
+
 def test_a_response_that_the_server_does_not_end_has_the_tokens_that_were_asked(
     pair: Pair,
 ) -> None:

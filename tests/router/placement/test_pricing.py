@@ -21,6 +21,8 @@ from router.routing.placement.prefix_sources import (
     MAX_LINKS,
     MAX_SOURCES,
     PULL_OVERHEAD_S,
+    Source,
+    cheapest_chains,
 )
 from router.routing.placement.pricing import Asked, Pricing
 from router.routing.placement.shortlist import Described, Shortlist
@@ -104,7 +106,7 @@ def test_what_is_found_is_what_python_finds_among_all(seed, mode):
     if held and mode == MODES[seed % 3]:  # somebody gives what it holds
         sources = short.sources(held)
         overhead_s = ENGINE_PULL_OVERHEAD_S if seed % 2 else PULL_OVERHEAD_S
-        assert {source.overhead_s for source in sources} <= {overhead_s}
+        assert all(source.overhead_s >= overhead_s for source in sources)
         asked = asked._replace(sources=sources)
         loads = [msgspec.structs.replace(load, sources=sources) for load in loads]
         placed = short.cheapest(asked, held, book, 0)
@@ -289,4 +291,16 @@ def test_a_block_costs_what_its_tier_costs():
     placed = short.cheapest(asked, held, LoadBook(), 1)
     costs = {one.holds.slot.worker_id: one.cost_s for one in placed}
     assert costs[slots[2].worker_id] == pytest.approx(costs[slots[3].worker_id])
-    assert [source.blocks for source in short.sources(held)] == [60, 60]
+    sources = short.sources(held)
+    assert [source.worker_id for source in sources] == [slot.worker_id for slot in slots[:3]]
+    bring_s = [source.overhead_s - PULL_OVERHEAD_S for source in sources]
+    assert bring_s == pytest.approx([0, 0.002 + 60e-4, 0.002 + 600])
+
+
+def test_a_prefix_on_a_disk_is_pulled_where_that_is_cheaper_than_a_shorter_one_in_a_pool():
+    """A pool has 40 of 60 blocks. A fast disk pays for the other 20, a slow one does not."""
+    for block_s, expected in ((1e-5, 60), (10.0, 40)):
+        sources = (Source("disk", 60, PULL_OVERHEAD_S + 60 * block_s), Source("pool", 40))
+        chains = cheapest_chains(0, sources, (1e9, 1e9), 1 << 20)
+        best = min(chains, key=lambda chain: chain.seconds + (60 - chain.links[-1].blocks) * 0.05)
+        assert best.links[-1].blocks == expected

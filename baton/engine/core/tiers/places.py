@@ -4,7 +4,8 @@
       ▲               └──failed──┐       └──lose (damaged)──┐
       └──────────────────────────┴──────────────────────────┘
 
-A place with readers is not evicted.
+A place with readers is not evicted. Blocks of other workers that this one may read have no place
+here: their owners evict them.
 """
 
 from collections import OrderedDict
@@ -13,6 +14,9 @@ from itertools import islice
 
 from baton.telemetry.running_mean import RunningMean
 from baton.types.block_hashes import tag_in
+
+ELSEWHERE = -1
+"""Place of a block that another worker stores."""
 
 _COPY_WEIGHT = 0.1  # of one copy in the mean copy time
 
@@ -38,6 +42,7 @@ class TierPlaces:
         self.stored: list[bytes] = []  # since the last ``take_changes``, as is ``removed``
         self.removed: list[bytes] = []
         self._held: OrderedDict[bytes, int] = OrderedDict(stored)
+        self._elsewhere: set[bytes] = set()
         self._filling: dict[bytes, int] = {}
         self._readers: dict[bytes, int] = {}
         self._forgotten: frozenset[bytes] = frozenset()
@@ -47,10 +52,15 @@ class TierPlaces:
         self.stored += self._held
 
     def __contains__(self, block_hash: object) -> bool:
-        return block_hash in self._held
+        return block_hash in self._held or block_hash in self._elsewhere
 
     def __len__(self) -> int:
         return len(self._held)
+
+    @property
+    def elsewhere(self) -> int:
+        """Number of blocks that other workers store, as far as known."""
+        return len(self._elsewhere)
 
     @property
     def untouched(self) -> int:
@@ -62,7 +72,7 @@ class TierPlaces:
 
         Returns None if the block is present, being written or forgotten, or all places are in use.
         """
-        if block_hash in self._held or block_hash in self._filling:
+        if block_hash in self or block_hash in self._filling:
             return None
         if tag_in(block_hash) in self._forgotten:
             return None
@@ -88,7 +98,12 @@ class TierPlaces:
         self._free.append(self._filling.pop(block_hash))
 
     def read(self, block_hash: bytes) -> int:
-        """Add a reader until ``let_go`` and make the block the youngest; return its place."""
+        """Add a reader until ``let_go`` and make the block the youngest; return its place.
+
+        A block ``ELSEWHERE`` may be gone before it is read.
+        """
+        if block_hash not in self._held:
+            return ELSEWHERE
         self._held.move_to_end(block_hash)
         return self.hold(block_hash)
 
@@ -111,11 +126,21 @@ class TierPlaces:
             self._unsaved.pop(block_hash, None)
             self.removed.append(block_hash)
 
+    def note_elsewhere(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """Note blocks that other workers have stored or removed."""
+        gained = {name for name in stored if tag_in(name) not in self._forgotten}
+        lost = self._elsewhere.intersection(removed)
+        self._elsewhere |= gained
+        self._elsewhere -= lost
+        self.stored += gained
+        self.removed += lost
+
     def forget(self, tags: frozenset[bytes]) -> None:
         """Lose the blocks with these tags, those with readers after the last one, and take none."""
         self._forgotten |= tags
         for block_hash in list(self._held):
             self._lose_forgotten(block_hash)
+        self.note_elsewhere((), [name for name in self._elsewhere if tag_in(name) in tags])
 
     def _lose_forgotten(self, block_hash: bytes) -> None:
         if tag_in(block_hash) in self._forgotten:

@@ -18,7 +18,7 @@ import msgspec
 
 from baton.engine.core.block_owners import CacheOwner
 from baton.engine.core.blocks import BlockPool
-from baton.engine.core.tiers.places import TierPlaces
+from baton.engine.core.tiers.places import ELSEWHERE, TierPlaces
 from baton.types.pool_counts import TierChange, TierCounts
 
 POOL = "pool"
@@ -40,7 +40,7 @@ class TierCopy(msgspec.Struct, frozen=True):
 
 
 class Copied(msgspec.Struct, frozen=True):
-    """Result of a copy: ``done``, ``damaged`` (at the source) or ``failed``."""
+    """Result of a copy: ``done``, ``damaged`` or ``gone`` (at the source), or ``failed``."""
 
     number: int
     outcome: str
@@ -52,6 +52,7 @@ class _Tallies:
     saved: int = 0
     brought: int = 0
     damaged: int = 0
+    gone: int = 0
     failed: int = 0
     late: int = 0
     rests_until_ns: int = 0
@@ -256,15 +257,29 @@ class KvTiers:
         running = self._running.pop(done.number)
         copy = running.copy
         if copy.source != POOL:
-            source = self._tiers[copy.source]
-            source.let_go(copy.block_hash)
-            if done.outcome == "damaged":
-                self._tallies[copy.source].damaged += 1
-                source.lose(copy.block_hash)
+            self._was_read(copy, done.outcome)
         if running.bring is not None:
             self._came(running.bring, copy, done)
         else:
             self._saved(copy, done, now_ns)
+
+    def _was_read(self, copy: TierCopy, outcome: str) -> None:
+        source = self._tiers[copy.source]
+        tallies = self._tallies[copy.source]
+        tallies.damaged += outcome == "damaged"
+        tallies.gone += outcome == "gone"
+        if copy.source_place != ELSEWHERE:
+            source.let_go(copy.block_hash)
+        if outcome not in ("damaged", "gone"):
+            return
+        if copy.source_place == ELSEWHERE:
+            source.note_elsewhere((), [copy.block_hash])
+        else:
+            source.lose(copy.block_hash)
+
+    def note_elsewhere(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """Note blocks that other workers have stored in the last tier, or removed from it."""
+        self._order[-1].note_elsewhere(stored, removed)
 
     def _saved(self, copy: TierCopy, done: Copied, now_ns: int) -> None:
         target = self._tiers[copy.target]
@@ -308,10 +323,12 @@ class KvTiers:
                 name=tier.name,
                 places=tier.places,
                 held=len(tier),
+                elsewhere=tier.elsewhere,
                 saved=tallies.saved,
                 brought=tallies.brought,
                 lost=lost,
                 damaged=tallies.damaged,
+                gone=tallies.gone,
                 failed=tallies.failed,
                 late=tallies.late,
                 block_ns=tier.block_ns.value,

@@ -27,8 +27,9 @@ struct BatonPrompt {
   double prompt_tokens, expected_tokens, choices, moves_kv;
   double crowding_prefill, crowding_decode;
   double prefill_overhead_s, edge_overhead_s, exposed_share;
-  double pull_overhead_s, sources;
+  double sources;
   double source_blocks[kSources];  // that each source has, the largest first
+  double source_overhead_s[kSources];
 };
 
 struct Best {  // the smallest few; equal ones in the order of their arrival
@@ -74,18 +75,20 @@ struct BatonPulled {
 // `pulls` is 1 if any edge was measured, followed by bytes/s from each source; 0: the usual rate.
 static BatonPulled baton_pull(const BatonRow* row, const BatonPrompt* prompt, const double* pulls, double held,
                               double compute_s) {
-  double blocks[kSources], link_rate[kSources], least_s[kSources];
+  double blocks[kSources], link_rate[kSources], overhead_s[kSources], least_s[kSources];
   int ends = 0, sources = static_cast<int>(prompt->sources);
-  if (pulls[0] == 0 && sources > 1) sources = 1;  // none is faster than the one with most
   for (int k = 0; k < sources; ++k) {
     double rate = pulls[0] != 0 && pulls[1 + k] != 0 ? pulls[1 + k] : row->unmeasured_bytes_per_s;
-    if (!(prompt->source_blocks[k] > held) || (ends > 0 && !(rate > link_rate[ends - 1] * kClearlyFaster))) continue;
+    double begins_s = prompt->source_overhead_s[k];
+    bool is_quicker = ends == 0 || rate > link_rate[ends - 1] * kClearlyFaster || begins_s < overhead_s[ends - 1];
+    if (!(prompt->source_blocks[k] > held) || !is_quicker) continue;
     blocks[ends] = prompt->source_blocks[k];
     link_rate[ends] = rate;
+    overhead_s[ends] = begins_s;
     ++ends;
   }
   auto link_s = [&](int end, double before) {
-    return prompt->pull_overhead_s + (blocks[end] - before) * row->block_bytes / link_rate[end];
+    return overhead_s[end] + (blocks[end] - before) * row->block_bytes / link_rate[end];
   };
   for (int end = 0; end < ends; ++end) least_s[end] = link_s(end, held);
   for (int link = 1; link < (kLinks < ends ? kLinks : ends); ++link)
