@@ -130,17 +130,17 @@ def main(
     costs: dict[str, list[float]] = {"neither": [], "keys and limits": [], "slo": []}
     demand = Demand(clients=32)
     with (
-        baton(_TREE, _WORKERS, _STEP_S) as plain,
+        baton(_TREE, _WORKERS, _STEP_S, routers=1) as plain,
         redis() as url,
         workers(url, _WORKERS, _STEP_S) as workers_pid,
-        router(_TREE, url, _WORKERS, _KEYS) as (pid, port),
+        router(_TREE, url, _WORKERS, _KEYS) as (pids, port),
         router(_TREE, url, _WORKERS, _KEYS) as (_, other),
         redis() as gated_url,
         workers(gated_url, _WORKERS, _STEP_S) as gated_workers_pid,
-        router(_TREE, gated_url, _WORKERS, _SLO) as (gated_pid, gated_port),
+        router(_TREE, gated_url, _WORKERS, _SLO) as (gated_pids, gated_port),
     ):
-        limited = Side(port, pid, workers_pid, give_key(port))
-        gated = Side(gated_port, gated_pid, gated_workers_pid)
+        limited = Side(port, pids, workers_pid, give_key(port))
+        gated = Side(gated_port, gated_pids, gated_workers_pid)
         sides = dict(zip(costs, (plain, limited, gated), strict=True))
         for _ in range(rounds):
             for name, side in sides.items():

@@ -71,7 +71,7 @@ class GenerationRequest:
     """A prompt and the parameters of its continuation.
 
     Attributes:
-        prompt: Token ids, those of images included.
+        prompt: Token ids, those of images included; packed in requests of clients.
         images: Images of the prompt, in order; none in records of ended requests.
         checked_schema: JSON schema (as text) that the complete answer is checked against.
         checked_tools: Tool name to the schema that arguments of its calls are checked against.
@@ -102,10 +102,11 @@ class GenerationRequest:
         past_baton: Whether a gateway sends it, as the client did, to the server that is chosen.
             Then ``cache_scope`` is the client's salt, and reports of workers do not show it.
         among: Workers that may serve it; None: all.
+        chain: Seed and hashes of the prompt's blocks, if they are computed before its placement.
     """
 
     request_id: str
-    prompt: tuple[int, ...] = field(repr=False)
+    prompt: Sequence[int] = field(repr=False)
     sampling: SamplingParams
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
     shown: Shown = Shown()
@@ -142,6 +143,7 @@ class GenerationRequest:
     prompt_change: PromptChange | None = field(default=None, repr=False)
     past_baton: bool = False
     among: frozenset[str] | None = None
+    chain: bytes = field(default=b"", repr=False)
 
     @property
     def answer_id(self) -> str:

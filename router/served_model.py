@@ -1,10 +1,13 @@
 """Served model without weights: names, tokenizer, chat template, limits."""
 
 import logging
+from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from baton.model.artifact import ModelArtifact, resolve_model
 from baton.text.grammar import Vocabulary, vocabulary_of
@@ -156,7 +159,7 @@ class ServedModel:
         param: str = "prompt",
         whole: bool = True,
         scope: str | None = None,
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Return the token ids of a prompt.
 
         Args:
@@ -172,6 +175,7 @@ class ServedModel:
             InvalidRequestError: The prompt is empty, or an id is outside the vocabulary, which
                 may be smaller than the tokenizer's.
         """
+        tokens: Sequence[int]
         if isinstance(prompt, str):
             self.check_length(prompt, param, whole=whole)
             if scope is None:
@@ -212,7 +216,7 @@ class ServedModel:
         rendering: Rendering = Rendering(),  # noqa: B008 - it is frozen
     ) -> list[int]:
         """Return the token ids of a conversation; see `render_chat`."""
-        return self.encode_rendered(self.render_chat(messages, tools, rendering))
+        return list(self.encode_rendered(self.render_chat(messages, tools, rendering)))
 
     def thinking_of(self, prompt: str, *, shown: bool) -> Thinking | None:
         """Return the thinking of the answer to a rendered prompt; None if the model has none."""
@@ -241,7 +245,7 @@ class ServedModel:
 
     def encode_rendered(
         self, text: str, *, special: bool = False, whole: bool = True, scope: str = ""
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Return the token ids of a rendered chat, whose text already contains a BOS token.
 
         Only chats of the same ``scope`` share cached parts of the text. The other arguments and
@@ -307,9 +311,11 @@ class ServedModel:
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Reject token ids outside the vocabulary, from clients or from the tokenizer."""
-        # in slices, because one call for millions of ids would hold the interpreter
-        slices = (ids[begin : begin + _SLICE_IDS] for begin in range(0, len(ids), _SLICE_IDS))
-        largest = max(map(max, slices), default=0)
+        if isinstance(ids, array):
+            largest = int(np.frombuffer(ids, np.uint32).max(initial=0))
+        else:  # in slices, because one call for millions of ids would hold the interpreter
+            slices = (ids[begin : begin + _SLICE_IDS] for begin in range(0, len(ids), _SLICE_IDS))
+            largest = max(map(max, slices), default=0)
         if largest >= self.vocab_size:
             text = self.tokenizer.token_text(largest)
             raise InvalidRequestError.at(

@@ -4,7 +4,9 @@
 rejects are encoded by `tokenizers`.
 """
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import fastokens
 from tokenizers import Tokenizer
@@ -43,6 +45,16 @@ def encode_text(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> l
     return ids
 
 
+def encode_flat(fast: fastokens.Tokenizer, texts: Sequence[str]) -> "list[array[int]]":
+    """Return the packed ids of each text by `fastokens`; raise one of ``REFUSALS`` for all."""
+    flat, bounds = fast.encode_batch_flat(list(texts))
+    ids = array("I")
+    ids.frombytes(flat)
+    ends = array("Q")
+    ends.frombytes(bounds)
+    return [ids[begin:end] for begin, end in pairwise(ends)]
+
+
 def open_fast_encoder(backend: Tokenizer) -> fastokens.Tokenizer | None:
     """Return the tokenizer in `fastokens`; None if it is unsupported or gives other ids."""
     try:
@@ -60,9 +72,12 @@ def open_fast_encoder(backend: Tokenizer) -> fastokens.Tokenizer | None:
 def _agree(fast: fastokens.Tokenizer, backend: Tokenizer, text: str, special: bool) -> bool:
     try:
         ids: list[int] = fast.encode(text, add_special_tokens=special).ids
+        [packed] = encode_flat(fast, [text])
     except REFUSALS:
         return True
-    return ids == encode_text(backend, text, add_special_tokens=special)
+    return ids == encode_text(backend, text, add_special_tokens=special) and (
+        special or packed.tolist() == ids
+    )
 
 
 def _probes(backend: Tokenizer) -> Iterator[str]:

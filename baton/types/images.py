@@ -56,10 +56,12 @@ def words_named(name: str) -> tuple[int, ...] | None:
 
 def hashed_tokens(prompt: Sequence[int], images: Sequence[PromptImage]) -> Sequence[int]:
     """Return the tokens by which the blocks of a prompt are named."""
+    if not images:
+        return prompt
     tokens = list(prompt)
     for image in images:
         tokens[image.begin : image.begin + image.count] = words_of(image.digest, image.count)
-    return tokens if images else prompt
+    return tokens
 
 
 def with_placeholders(prompt: Sequence[int], images: Sequence[PromptImage]) -> list[int]:

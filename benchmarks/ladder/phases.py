@@ -73,7 +73,7 @@ def phases_of(raw: bytes, model: ServedModel) -> Phases:
             messages_of(body.messages), tools, rendering_of(body, model.template)
         )
     with watch.part("tokenizer"):
-        prompt = tuple(model.encode_rendered(text))
+        prompt = model.encode_rendered(text)
     with watch.part("hashes"):
         library = load()
         if library is not None:

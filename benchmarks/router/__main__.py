@@ -6,7 +6,8 @@
 Three processes: emulated workers that send one frame for each step, the router (with a real Redis
 and real gRPC), and clients. Sides take turns: Baton, Dynamo with its own emulated workers if it is
 built, and with ``--beside`` the router of another checkout. CPU seconds are those of the router's
-process alone, from ``/proc``. A process that takes 0.9 cores or more is named as the limit.
+process alone, or of all of them with ``--routers``, from ``/proc``. A process that takes 0.9 cores
+or more is named as the limit.
 """
 
 import contextlib
@@ -74,7 +75,7 @@ class Side(NamedTuple):
     """A running router."""
 
     port: int
-    router_pid: int
+    router_pids: list[int]
     workers_pid: int
     key: str = ""
     headers: tuple[str, ...] = ()
@@ -110,7 +111,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure(name: str, side: Side, shape: Shape, demand: Demand, seconds: float) -> Figures:
     """Measure one load on one side."""
-    before_bytes = rss_bytes(side.router_pid)
+    before_bytes = rss_bytes(*side.router_pids)
     command = [sys.executable, "-m", "benchmarks.router.load", "--port", str(side.port)]
     asked: dict[str, object] = {
         "words": shape.words,
@@ -126,12 +127,12 @@ def measure(name: str, side: Side, shape: Shape, demand: Demand, seconds: float)
     with running(command, stdout=subprocess.PIPE) as process:
         if process.stdout is None or process.stdout.readline() != b"begin\n":
             raise RuntimeError("the clients did not start")
-        spent_s = -cpu_s(side.router_pid)
+        spent_s = -cpu_s(*side.router_pids)
         workers_s = -cpu_s(side.workers_pid)
         time.sleep(seconds)
-        spent_s += cpu_s(side.router_pid)
+        spent_s += cpu_s(*side.router_pids)
         workers_s += cpu_s(side.workers_pid)
-        held_bytes = rss_bytes(side.router_pid) - before_bytes
+        held_bytes = rss_bytes(*side.router_pids) - before_bytes
         *notes, last = process.stdout.read().decode().splitlines()
     for note in notes:
         Console().print(note)
@@ -161,15 +162,15 @@ def measure(name: str, side: Side, shape: Shape, demand: Demand, seconds: float)
 
 
 @contextlib.contextmanager
-def baton(tree: Path, count: int, step_s: float) -> Iterator[Side]:
-    """Run the router of a checkout, with Redis and workers."""
+def baton(tree: Path, count: int, step_s: float, routers: int) -> Iterator[Side]:
+    """Run routers of a checkout, with Redis and workers."""
     with (
         redis() as url,
         workers(url, count, step_s) as workers_pid,
-        router(tree, url, count) as (router_pid, port),
+        router(tree, url, count, routers=routers) as (router_pids, port),
     ):
         time.sleep(1)
-        yield Side(port, router_pid, workers_pid)
+        yield Side(port, router_pids, workers_pid)
 
 
 @contextlib.contextmanager
@@ -179,7 +180,7 @@ def peer(count: int) -> Iterator[Side]:
     try:
         wait_for(lambda: _serves(made.port), f"Dynamo ({made.log_end()})")
         frontend_pid, mocker_pid = made.pids
-        yield Side(made.port, frontend_pid, mocker_pid)
+        yield Side(made.port, [frontend_pid], mocker_pid)
     finally:
         made.close()
 
@@ -245,6 +246,7 @@ def main(
     count: Annotated[int, typer.Option("--workers", help="Emulated workers.")] = 4,
     step_s: Annotated[float, typer.Option("--step-s", help="Seconds between steps.")] = 0.006,
     beside: Annotated[Path | None, typer.Option(help="Another checkout, measured too.")] = None,
+    routers: Annotated[int, typer.Option(help="Baton's routers behind one port.")] = 1,
     words: Annotated[str, typer.Option(help="Words of prompts, one load each.")] = "20,3000",
     build: Annotated[bool, typer.Option("--build", help="Install Dynamo first.")] = False,
     with_peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Dynamo, if built.")] = True,
@@ -255,11 +257,11 @@ def main(
     if build:
         dynamo.build(dynamo.cache_folder(), DEFAULT_MODEL, console)
     sides: dict[str, Callable[[], contextlib.AbstractContextManager[Side]]] = {
-        "baton": lambda: baton(_TREE, count, step_s)
+        "baton": lambda: baton(_TREE, count, step_s, routers)
     }
     if beside is not None:
         other = beside.resolve()
-        sides[str(beside)] = lambda: baton(other, count, step_s)
+        sides[str(beside)] = lambda: baton(other, count, step_s, routers)
     if with_peer:
         sides[f"dynamo {dynamo.VERSION}"] = lambda: peer(count)
     shapes = [Shape(n, 16 if n >= _LONG else 64) for n in map(int, words.split(","))]

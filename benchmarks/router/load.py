@@ -65,19 +65,26 @@ def _turns(*texts: str) -> bytes:
 class LongTexts:
     """Conversations of one kind with long texts, as JSON.
 
-    ``new``: all differ from the first word. ``growing``: only the last turn is new. ``messages``:
+    ``fresh``: texts that no cache has seen. ``new``: eight texts behind a number, so that prefixes
+    are new, and pieces of the text are not. ``growing``: only the last turn is new. ``messages``:
     thousands of small ones. ``escapes``: each letter is escaped. ``deep``: nested arrays, which
     are refused. ``giant``: one word.
     """
 
-    KINDS = ("new", "growing", "messages", "escapes", "deep", "giant")
+    KINDS = ("fresh", "new", "growing", "messages", "escapes", "deep", "giant")
     _TEXTS = 8
+    _SENTENCE_WORDS = 20
 
-    def __init__(self, kind: str, words: int) -> None:
+    def __init__(self, kind: str, count: int) -> None:
         draw = random.Random(1)
         self._kind = kind
-        self._texts = [" ".join(draw.choices(VOCABULARY, k=words)) for _ in range(self._TEXTS)]
-        if kind == "escapes":
+        self._texts = [" ".join(draw.choices(VOCABULARY, k=count)) for _ in range(self._TEXTS)]
+        self._draw = draw
+        if kind == "fresh":  # sentences in a random order: one piece of a text has dozens
+            words = self._SENTENCE_WORDS
+            self._made = [" ".join(draw.choices(VOCABULARY, k=words)) for _ in range(10_000)]
+            self._count = count // words
+        elif kind == "escapes":
             escape = "".join(f"\\u{ord(letter):04x}" for letter in self._texts[0])
             self._made = [escape]
         elif kind == "new":
@@ -87,6 +94,9 @@ class LongTexts:
         """Return the messages of a request."""
         text = self._texts[number % self._TEXTS]
         match self._kind:
+            case "fresh":
+                text = " ".join(self._draw.choices(self._made, k=self._count))
+                return b'[{"role":"user","content":"%d %s"}]' % (number, text.encode())
             case "growing":
                 size = len(text) // 10
                 parts = [text[begin : begin + size] for begin in range(0, len(text), size)]

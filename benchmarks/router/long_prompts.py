@@ -1,6 +1,6 @@
 """Prompts of 60,000 tokens at rising rates, and short requests of another client beside them.
 
-    python -m benchmarks.router.long_prompts [--rates 10,20,40,60] [--bodies new,growing]
+    python -m benchmarks.router.long_prompts [--rates 10,20,40,60] [--bodies fresh,growing]
 
 Workers are emulated: all beyond one step is the router's. The first line of each kind has only
 short requests; what they take longer beside long prompts is the price for other clients. The kinds
@@ -64,7 +64,7 @@ def _seen(process: "subprocess.Popen[bytes]") -> Result:
     return msgspec.json.decode(last, type=Result)
 
 
-def measure(pid: int, port: int, body: str, rate: float, seconds: float) -> list[str]:
+def measure(pids: list[int], port: int, body: str, rate: float, seconds: float) -> list[str]:
     """Return a line of the table: long prompts at a rate, and short ones beside them."""
     short = {"rate": 20.0, "words": 20, "warm-s": 2.0}
     with _asking(port, seconds, **short) as beside, contextlib.ExitStack() as stack:
@@ -74,11 +74,11 @@ def measure(pid: int, port: int, body: str, rate: float, seconds: float) -> list
             asking = stack.enter_context(_asking(port, seconds, **long))
             _begun(asking)
         _begun(beside)
-        held_bytes = rss_bytes(pid)
-        spent_s = -cpu_s(pid)
+        held_bytes = rss_bytes(*pids)
+        spent_s = -cpu_s(*pids)
         time.sleep(seconds)
-        spent_s += cpu_s(pid)
-        held_bytes = rss_bytes(pid) - held_bytes
+        spent_s += cpu_s(*pids)
+        held_bytes = rss_bytes(*pids) - held_bytes
         small = _seen(beside)
         seen = _seen(asking) if asking is not None else small
     times = [seen.ttft_p50_s, seen.ttft_p99_s] if rate else [0.0, 0.0]
@@ -94,7 +94,7 @@ def main(
     rates: Annotated[
         str, typer.Option(help="Long prompts per second, one load each.")
     ] = "10,20,40",
-    bodies: Annotated[str, typer.Option(help="Kinds of bodies.")] = "new,growing",
+    bodies: Annotated[str, typer.Option(help="Kinds of bodies.")] = "fresh,growing",
     seconds: Annotated[float, typer.Option(help="Measured time of each load.")] = 10.0,
     tree: Annotated[Path, typer.Option(help="Checkout whose router runs.")] = _TREE,
 ) -> None:
@@ -109,12 +109,12 @@ def main(
     with (
         redis() as url,
         workers(url, 4, 0.006, _CONTEXT_TOKENS),
-        router(tree.resolve(), url, 4, more) as (pid, port),
+        router(tree.resolve(), url, 4, more) as (pids, port),
     ):
         time.sleep(6)  # a new router has a slower tokenizer for some seconds
         for body in bodies.split(","):
             for rate in (0.0, *map(float, rates.split(","))):
-                shown.add_row(*measure(pid, port, body, rate, seconds))
+                shown.add_row(*measure(pids, port, body, rate, seconds))
     Console(width=140).print(shown)
 
 

@@ -16,6 +16,7 @@ import yaml
 
 from benchmarks.router.workers import FLEET
 from fleet.local.redis_server import server_binary
+from fleet.local.router_process import listening_sockets
 
 MODEL_NAME = "smollm2"
 TOKEN = "bench"
@@ -34,16 +35,15 @@ def free_port() -> int:
         return port
 
 
-def cpu_s(pid: int) -> float:
-    """Return user and system time of a process, all threads."""
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
+def cpu_s(*pids: int) -> float:
+    """Return user and system time of processes, all threads."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return sum(time.user + time.system for time in times)
 
 
-def rss_bytes(pid: int) -> int:
-    """Return the resident memory of a process."""
-    held: int = psutil.Process(pid).memory_info().rss
-    return held
+def rss_bytes(*pids: int) -> int:
+    """Return the resident memory of processes."""
+    return sum(psutil.Process(pid).memory_info().rss for pid in pids)
 
 
 @contextlib.contextmanager
@@ -83,17 +83,23 @@ def workers(redis_url: str, count: int, step_s: float, context: int = 8192) -> I
 
 @contextlib.contextmanager
 def router(
-    tree: Path, redis_url: str, count: int, more: Mapping[str, object] | None = None
-) -> Iterator[tuple[int, int]]:
-    """Run the router of a checkout; yield its process id and its port.
+    tree: Path,
+    redis_url: str,
+    count: int,
+    more: Mapping[str, object] | None = None,
+    routers: int = 1,
+) -> Iterator[tuple[list[int], int]]:
+    """Run routers of a checkout behind one port; yield their process ids and the port.
 
     Args:
         tree: Checkout.
         redis_url: URL of Redis.
         count: Number of workers.
         more: Further lines of the fleet file.
+        routers: Number of routers.
     """
-    port = free_port()
+    sockets = listening_sockets("127.0.0.1", 0, routers)
+    port = int(sockets[0].getsockname()[1])
     settings = {
         "fleet": FLEET,
         "served_model_name": [MODEL_NAME],
@@ -111,13 +117,24 @@ def router(
         "BATON_REDIS_URL": redis_url,
         "BATON_FLEET_TOKEN": TOKEN,
     }
-    with tempfile.TemporaryDirectory(prefix="bench-router-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-router-"))
         file = Path(folder) / "fleet.yaml"
         file.write_text(yaml.safe_dump(settings))
+        numbers = [stack.enter_context(each).fileno() for each in sockets]
         command = [sys.executable, "-m", "router", "--config", str(file)]
-        with running(command, env=environment, cwd=tree) as process:
-            wait_for(lambda: _answers(port), "the router")
-            yield process.pid, port
+        command += [f"--fd={number}" for number in numbers]
+        command += ["--group", folder, "--routers", str(routers)]
+        pids = []
+        for index in range(routers):
+            one = running(
+                [*command, "--index", str(index)], env=environment, cwd=tree, pass_fds=numbers
+            )
+            pids.append(stack.enter_context(one).pid)
+        for index in range(routers):
+            wait_for((Path(folder) / f"{index}.alive").exists, "a router")
+        wait_for(lambda: _answers(port), "the routers")
+        yield pids, port
 
 
 def wait_for(condition: Callable[[], bool], what: str, limit_s: float = _START_LIMIT_S) -> None:

@@ -4,7 +4,7 @@ The server judges them: one whose prompt Baton cannot render is placed by loads 
 """
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
 from typing import Any
 
@@ -29,24 +29,24 @@ _MOST_CHOICES = 128
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
-def _chat(body: Any, lane: Lane) -> list[int]:
+def _chat(body: Any, lane: Lane) -> Sequence[int]:
     return Preparer(lane.model, lane.settings, lane.core).chat_prompt(body, _CALLER)
 
 
-def _completion(body: Any, lane: Lane) -> list[int]:
+def _completion(body: Any, lane: Lane) -> Sequence[int]:
     special = body.add_special_tokens is not False
     return lane.model.encode_prompt(body.prompts()[0], special=special, whole=False)
 
 
-def _message(body: Any, lane: Lane) -> list[int]:
+def _message(body: Any, lane: Lane) -> Sequence[int]:
     return _chat(messages.chat_of(body).chat(), lane)
 
 
-def _response(body: Any, lane: Lane) -> list[int]:
+def _response(body: Any, lane: Lane) -> Sequence[int]:
     return _chat(responses.chat_of(body, (), body.items()).chat(), lane)
 
 
-_PATHS: Mapping[str, tuple[type[ModelBody], Callable[[Any, Lane], list[int]]]] = {
+_PATHS: Mapping[str, tuple[type[ModelBody], Callable[[Any, Lane], Sequence[int]]]] = {
     "/v1/chat/completions": (ChatBody, _chat),
     "/v1/completions": (CompletionBody, _completion),
     "/v1/messages": (CountTokensBody, _message),

@@ -50,6 +50,7 @@ class LargeWork:
         self._limits = _PerLoop(lambda: FairLimit(_THREADS, "large requests"))
         self._running = 0
         self._trims_soon = False
+        self._ended_s = 0.0  # the last large one
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
         """Run ``work()`` on ``size`` bytes in a thread.
@@ -70,14 +71,18 @@ class LargeWork:
         done.exception()  # retrieved even if the caller has left
         limit.release(tenant)
         self._running -= 1
-        if size > _TRIM_BYTES and not self._trims_soon:
-            self._trims_soon = True
+        if size > _TRIM_BYTES:
             loop = done.get_loop()
-            loop.call_later(_TRIM_AFTER_S, self._trim, loop)
+            self._ended_s = loop.time()
+            if not self._trims_soon:
+                self._trims_soon = True
+                loop.call_later(_TRIM_AFTER_S, self._trim, loop)
 
     def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._running:
-            loop.call_later(_TRIM_AFTER_S, self._trim, loop)
+        """Give freed memory back after a rest, since all other threads wait meanwhile."""
+        rest_s = self._ended_s + _TRIM_AFTER_S - loop.time()
+        if self._running or rest_s > 0:
+            loop.call_later(max(rest_s, _TRIM_AFTER_S / 4), self._trim, loop)
             return
         self._trims_soon = False
         loop.run_in_executor(self._threads, give_back)

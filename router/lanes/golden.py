@@ -1,5 +1,6 @@
 """Comparison of answers to golden prompts. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.types.gates import GoldenPrompt
@@ -9,7 +10,7 @@ from baton.types.gates import GoldenPrompt
 class GoldenAnswer:
     """Answer of one model to a golden prompt: token ids of both, and the answer's text."""
 
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     tokens: tuple[int, ...]
     text: str
 

@@ -10,6 +10,7 @@ the queue, so that it is in no usage, limit or latency of clients.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -118,7 +119,7 @@ class _Shadow:
 class _Answer:
     """Answer to one request: its prompt, whether it is greedy, and the tokens of all choices."""
 
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     greedy: bool
     tokens: list[list[int]]
     outcome: Outcome

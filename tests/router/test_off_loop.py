@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
 from baton.types.errors import UnavailableError
+from router.frontend import off_loop
 from router.frontend.off_loop import TENANT, LargeWork
 
 
@@ -85,3 +87,19 @@ async def test_a_caller_that_leaves_frees_no_thread_that_works() -> None:
     assert sum(isinstance(result, asyncio.CancelledError) for result in results) == 20
     with pytest.raises(ZeroDivisionError):
         await large.run(1 << 20, lambda: 1 // 0)
+
+
+async def test_freed_memory_is_given_back_after_a_rest_only(monkeypatch):
+    """Each second, beside long prompts, it would hold all threads that need memory."""
+    given: list[float] = []
+    monkeypatch.setattr(off_loop, "give_back", lambda: given.append(time.monotonic()))
+    monkeypatch.setattr(off_loop, "_TRIM_AFTER_S", 0.2)
+    large = LargeWork()
+    for _ in range(20):
+        await large.run(1 << 20, lambda: None)
+        await asyncio.sleep(0.05)
+    ended_s = time.monotonic()
+    busy = len(given)
+    await asyncio.sleep(0.6)
+    assert (busy, len(given)) == (0, 1)
+    assert given[0] >= ended_s

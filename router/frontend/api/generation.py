@@ -31,7 +31,7 @@ from router.frontend.api.formats.openai import AnswerHead, ChatFormat, Completio
 from router.frontend.api.images import Images, read_images
 from router.frontend.api.prepare import NO_GRAMMAR, AnswerGrammar, Preparer
 from router.frontend.api.relaxation import Relaxations
-from router.frontend.api.structured_output import requested_grammar
+from router.frontend.api.structured_output import grammar_bytes, requested_grammar
 from router.frontend.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.frontend.errors import OPENAI_ERRORS, ErrorShape, Refusal, refused_id
 from router.frontend.http.connection import Deliveries
@@ -86,7 +86,8 @@ class Arrival:
         """Converter of bodies to requests of the lane."""
         lane = self.lane
         pool_tokens = lane.gateway.workers.pool_tokens
-        return Preparer(lane.model, lane.settings, lane.core, pool_tokens, self.images)
+        chain_of = lane.gateway.placer.chain_of
+        return Preparer(lane.model, lane.settings, lane.core, pool_tokens, self.images, chain_of)
 
     async def with_images(self, body: ModelBody) -> Self:
         """Return the arrival with the images of a chat."""
@@ -295,12 +296,13 @@ class Calls:
         """Return the grammar of the answer after checking it."""
         caller = arrival.caller
         request = partial(requested_grammar, body, arrival.lane.model)
+        size_bytes = grammar_bytes(body, arrival.size_bytes)
         try:
             async with asyncio.timeout(
                 caller.timeout_s - (time.monotonic_ns() - arrival.at_ns) / 1e9
             ):
                 grammar = await self._relaxations[arrival.lane].check(
-                    lambda levels: off_loop(arrival.size_bytes, lambda: request(levels)),
+                    lambda levels: off_loop(size_bytes, lambda: request(levels)),
                     caller.tenant,
                 )
         except TimeoutError as error:

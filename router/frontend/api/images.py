@@ -57,7 +57,7 @@ def _file_in(text: str, where: str) -> bytes:
 
 
 def place_images(
-    prompt: list[int], body: ChatBody, images: Images, scope: str
+    prompt: Sequence[int], body: ChatBody, images: Images, scope: str
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
     """Return a prompt with its images, whose digests differ between cache scopes."""
     key = blake2b(scope.encode(), digest_size=DIGEST_BYTES).digest()
@@ -83,7 +83,7 @@ def place_images(
     return [*tokens, *prompt[end:]], tuple(placed)
 
 
-def _next(prompt: list[int], placeholder: Sequence[int], begin: int) -> int | None:
+def _next(prompt: Sequence[int], placeholder: Sequence[int], begin: int) -> int | None:
     """Return the first place of a placeholder at or behind ``begin``."""
     length = len(placeholder)
     places = (at for at in range(begin, len(prompt)) if prompt[at] == placeholder[0])

@@ -1,6 +1,7 @@
 """Conversion of validated bodies to requests: tokens, resolved sampling, deadline."""
 
 import secrets
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -11,13 +12,13 @@ from baton.text.tools import Tool
 from baton.types.errors import InvalidRequestError, PromptTooLongError
 from baton.types.images import PromptImage
 from baton.types.params import SamplingParams
-from baton.types.prompt_outputs import bytes_per_row
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.completion import MAX_PROMPTS, CompletionBody
 from router.frontend.api.bodies.embedding import MAX_INPUTS, EmbeddingBody
 from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.rendering import rendering_of
 from router.frontend.api.caller import Caller, number_of
+from router.frontend.api.formats.prompt_logprobs import check_prompt_logprobs
 from router.frontend.api.images import Images, place_images
 from router.frontend.api.structured_output import checked_schema
 from router.frontend.api.tool_use.offered import messages_of, must_call, offered
@@ -30,7 +31,6 @@ from router.sessions.rotating import without_rotating_texts
 from router.settings import LaneSettings
 
 _LEAST_TOP_P = 1e-6  # keeps only the likeliest token
-MAX_PROMPT_LOGPROBS_BYTES = 8 * 1024 * 1024  # per call; their JSON is fifty times as large
 
 _T = TypeVar("_T")
 
@@ -64,12 +64,14 @@ class Preparer:
         core: ProcessCore,
         pool_tokens: Callable[[], int | None] = lambda: None,
         images: Images | None = None,
+        chain_of: Callable[[GenerationRequest], bytes] = lambda _: b"",
     ) -> None:
         self._model = model
         self._settings = settings
         self._core = core
         self._pool_tokens = pool_tokens
         self._images = images or {}
+        self._chain_of = chain_of
 
     def chat(
         self, body: ChatBody, caller: Caller, now_ns: int, grammar: AnswerGrammar = NO_GRAMMAR
@@ -103,7 +105,7 @@ class Preparer:
         request = self._request(
             f"chatcmpl-{secrets.token_hex(16)}", body, caller, prompt, sampling, now_ns
         )
-        _check_prompt_logprobs(body, [request])
+        check_prompt_logprobs(body, [request])
         request = self._in_session(replace(request, images=images), body, caller)
         thinking = self._model.thinking_of(text, shown=body.include_reasoning is not False)
         only = must_call(body.tool_choice)
@@ -113,9 +115,10 @@ class Preparer:
             expected_calls=calls,
             thinking=thinking,
             checked_tools=grammar.checked_tools,
+            chain=self._chain_of(request),
         )
 
-    def chat_prompt(self, body: ChatBody, caller: Caller) -> list[int]:
+    def chat_prompt(self, body: ChatBody, caller: Caller) -> Sequence[int]:
         """Return the prompt of a chat, which may exceed the context."""
         text, _ = self._rendered(body, caller)
         prompt, _ = self._encoded(text, body, caller, whole=False)
@@ -144,7 +147,7 @@ class Preparer:
 
     def _encoded(
         self, text: str, body: ChatBody, caller: Caller, *, whole: bool
-    ) -> tuple[list[int], tuple[PromptImage, ...]]:
+    ) -> tuple[Sequence[int], tuple[PromptImage, ...]]:
         scope = self._scope(caller, body.cache_salt)
         prompt = self._model.encode_rendered(
             text, special=bool(body.add_special_tokens), whole=whole, scope=scope
@@ -201,8 +204,9 @@ class Preparer:
             if len(prompts) > 1:
                 name = part_id(request_id, index)
                 request = replace(request, request_id=name, part_of=request_id)
+            request = replace(request, chain=self._chain_of(request))
             requests.append(replace(request, prompt_logprobs_only=logprobs_only))
-        _check_prompt_logprobs(body, requests)
+        check_prompt_logprobs(body, requests)
         return requests
 
     def embeddings(
@@ -233,7 +237,7 @@ class Preparer:
             requests.append(replace(request, part_of=request_id, pooling=body.pooling))
         return requests
 
-    def _cut(self, prompt: list[int], last: int | None, answer_tokens: int) -> list[int]:
+    def _cut(self, prompt: Sequence[int], last: int | None, answer_tokens: int) -> Sequence[int]:
         """Apply ``truncate_prompt_tokens``, which keeps the last tokens of a prompt."""
         if last is None:
             return prompt
@@ -244,13 +248,13 @@ class Preparer:
         room = self._model.max_context_tokens - answer_tokens
         return prompt[-(max(room, 1) if last < 0 else last) :]
 
-    def _room(self, prompt: list[int], param: str, answer_tokens: int = 1) -> int:
+    def _room(self, prompt: Sequence[int], param: str, answer_tokens: int = 1) -> int:
         limit = self._model.max_context_tokens
         if len(prompt) + answer_tokens > limit:
             raise self._model.too_long(param, str(len(prompt)), limit - answer_tokens)
         return limit - len(prompt)
 
-    def _most_tokens(self, prompt: list[int], room: int) -> int:
+    def _most_tokens(self, prompt: Sequence[int], room: int) -> int:
         """Return the response tokens that both the context and a worker's KV pool have room for."""
         pool = self._pool_tokens()
         return room if pool is None else min(room, max(1, pool - len(prompt)))
@@ -331,7 +335,7 @@ class Preparer:
         request_id: str,
         body: GenerationBody | EmbeddingBody,
         caller: Caller,
-        prompt: list[int],
+        prompt: Sequence[int],
         sampling: SamplingParams,
         now_ns: int,
     ) -> GenerationRequest:
@@ -346,7 +350,7 @@ class Preparer:
             priority = least
         return GenerationRequest(
             request_id=request_id,
-            prompt=tuple(prompt),
+            prompt=array("I", prompt),
             sampling=sampling,
             checked_schema=checked_schema(body) if isinstance(body, GenerationBody) else "",
             shown=_shown(body) if isinstance(body, GenerationBody) else Shown(),
@@ -398,22 +402,6 @@ def _shown(body: GenerationBody) -> Shown:
         token_ids=bool(body.return_token_ids),
         stop_token=body.shows_stop_token,
     )
-
-
-def _check_prompt_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:
-    """Reject more prompt logprobs than one response may hold; each choice repeats them."""
-    alternatives = requests[0].sampling.prompt_logprobs
-    if alternatives is None:
-        return
-    tokens = sum(len(request.prompt) * request.sampling.n for request in requests)
-    most = MAX_PROMPT_LOGPROBS_BYTES // bytes_per_row(alternatives)
-    if tokens > most:
-        raise InvalidRequestError(
-            f"log-probabilities of {tokens} prompt tokens (of all prompts, times n) with "
-            f"{alternatives} alternatives each are too many for one call; send at most {most} "
-            "tokens, or request fewer alternatives",
-            param="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
-        )
 
 
 def _first(*values: _T | None) -> _T:

@@ -38,6 +38,19 @@ class RequestedGrammar(NamedTuple):
     checked: Mapping[str, str] = MappingProxyType({})
 
 
+_REQUESTS = (
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format"),
+    *("structured_outputs", "tools", "thinking_token_budget", "thinking_budget"),
+)
+"""Fields without which an answer has no grammar."""
+
+
+def grammar_bytes(body: GenerationBody, size_bytes: int) -> int:
+    """Return the size of a body for `requested_grammar`: 0 if it requests none."""
+    requests = any(getattr(body, name, None) is not None for name in _REQUESTS)
+    return size_bytes if requests else 0
+
+
 def requested_grammar(
     body: GenerationBody, model: ServedModel, levels: Levels | None = None
 ) -> RequestedGrammar | None:

@@ -129,7 +129,7 @@ def _rendered(body: GenerationBody, request: GenerationRequest) -> dict[str, Any
     options = body.stream_options
     return {
         "request_id": request.request_id,
-        "token_ids": request.prompt,
+        "token_ids": list(request.prompt),
         "sampling_params": sampling,
         "model": body.model,
         "stream": bool(body.stream),

@@ -105,7 +105,7 @@ class Images:
         begin = answer.begin
         end = begin + answer.count
         text = self._model.render_chat([{"role": "user", "content": IMAGE_MARK}], images=True)
-        own = self._model.encode_rendered(text)
+        own = list(self._model.encode_rendered(text))
         placeholder = own[begin : len(own) - len(rendered) + end]
         if not placeholder or [*rendered[:begin], *placeholder, *rendered[end:]] != own:
             raise UnavailableError(

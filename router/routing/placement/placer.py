@@ -107,6 +107,7 @@ class Placer:
         self.computing = ComputingPrompts(prefix_index, self.book)
         self._sessions = ResidentSessions()
         self._seeds = HashSeedCache()
+        self.chain_of = self._seeds.chain  # for prompts that are placed next
         self._news = workers.news()
         self._reports = Reports()
         self._crowding = Crowding()

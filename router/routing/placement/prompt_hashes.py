@@ -17,6 +17,7 @@ from router.routing.placement.native.library import load
 from router.routing.workers.slot import WorkerSlot
 
 _MAX_SEEDS = 1024
+_LONG_TOKENS = 4096  # shorter prompts are hashed at their placement in 0.1 ms
 
 
 class HashSeedCache:
@@ -25,6 +26,7 @@ class HashSeedCache:
     def __init__(self) -> None:
         self._seeds: dict[tuple[str, str, str], bytes] = {}
         self._formats: dict[int, tuple[Capabilities, str]] = {}  # by id of the object, kept alive
+        self.latest: Capabilities | None = None  # of the last placement
 
     def seed(self, request: GenerationRequest, capabilities: Capabilities) -> bytes:
         """Return the seed of the request's block hashes on a worker with these capabilities."""
@@ -53,6 +55,16 @@ class HashSeedCache:
             known = self._formats[id(capabilities)] = capabilities, format_id(capabilities)
         return known[1]
 
+    def chain(self, request: GenerationRequest) -> bytes:
+        """Return seed and hashes of a long prompt, for the next placement; empty: not known yet.
+
+        Any thread may call it, so that hashing a long prompt delays no other request.
+        """
+        if self.latest is None or len(request.prompt) < _LONG_TOKENS:
+            return b""
+        seed = self.seed(request, self.latest)
+        return seed + _hashes(seed, request.hashed)
+
 
 def prompt_hashes(
     request: GenerationRequest, slots: Sequence[WorkerSlot], seeds: HashSeedCache
@@ -65,11 +77,18 @@ def prompt_hashes(
     link = slots[0].link
     if link is None:
         return b""
+    seeds.latest = link.capabilities
     seed = seeds.seed(request, link.capabilities)
+    if request.chain.startswith(seed) and not request.goes_on:
+        return request.chain[len(seed) :]
+    return _hashes(seed, request.hashed)
+
+
+def _hashes(seed: bytes, tokens: Sequence[int]) -> bytes:
     library = load()
     if library is None:
-        return b"".join(block_hashes(seed, request.hashed))
-    return native_hashes(library, seed, request.hashed)
+        return b"".join(block_hashes(seed, tokens))
+    return native_hashes(library, seed, tokens)
 
 
 def native_hashes(library: ctypes.CDLL, seed: bytes, tokens: Sequence[int]) -> bytes:

@@ -246,6 +246,7 @@ class RequestRecord:
             self.request,
             prompt=(),
             images=(),
+            chain=b"",
             sampling=sampling,
             checked_schema="",
             checked_tools={},

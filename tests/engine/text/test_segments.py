@@ -2,6 +2,8 @@
 
 import copy
 import random
+from array import array
+from collections.abc import Callable
 
 import pytest
 
@@ -10,6 +12,7 @@ from baton.model.artifact import resolve_model
 from baton.text import segments as segments_module
 from baton.text.segments import (
     LONG_CHARACTERS,
+    EncodeAll,
     SegmentEncoder,
     splits_at_special_tokens,
     splits_between_words,
@@ -35,6 +38,10 @@ _WORDS = [
 ]
 
 
+def each(encode: Callable[[str], list[int]]) -> EncodeAll:
+    return lambda texts: [array("I", encode(text)) for text in texts]
+
+
 @pytest.fixture(scope="module", params=SPECIAL)
 def encoder(request) -> tuple[TextTokenizer, dict[str, int], SegmentEncoder]:
     tokenizer = load_tokenizer(resolve_model(request.param).tokenizer_source())
@@ -42,7 +49,7 @@ def encoder(request) -> tuple[TextTokenizer, dict[str, int], SegmentEncoder]:
     assert splits_at_special_tokens(tokenizer.encode, special)
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
     assert splits_between_words(tokenizer.encode, vocabulary)
-    return tokenizer, special, SegmentEncoder(tokenizer.encode, special, between_words=True)
+    return tokenizer, special, SegmentEncoder(tokenizer.encode_all, special, between_words=True)
 
 
 def test_the_ids_are_those_of_the_whole_text(encoder) -> None:
@@ -55,8 +62,8 @@ def test_the_ids_are_those_of_the_whole_text(encoder) -> None:
             parts.append(rng.choice([*special, ""]))
         text = "".join(parts)
         whole = tokenizer.encode(text)
-        assert segments.encode(text, "a") == whole
-        assert segments.encode(text, "a") == whole  # from the cache
+        assert list(segments.encode(text, "a")) == whole
+        assert list(segments.encode(text, "a")) == whole  # from the cache
 
 
 _PROSE = (
@@ -71,7 +78,7 @@ def test_long_texts_are_cut_between_words_with_the_ids_of_the_whole_text(encoder
     text = ""
     for turn in range(6):
         text += "".join(rng.choices(_PROSE, k=6000)) + next(iter(special)) * (turn % 2)
-        assert segments.encode(text, "a") == tokenizer.encode(text)
+        assert list(segments.encode(text, "a")) == tokenizer.encode(text)
     assert sum(len(piece) for _, piece in segments._kept) < 2 * len(text), "in small pieces"
 
 
@@ -82,15 +89,15 @@ def test_a_text_that_goes_on_is_encoded_from_the_last_piece_on() -> None:
         encoded.append(text)
         return [ord(c) for c in text]
 
-    segments = SegmentEncoder(encode, {}, between_words=True)
+    segments = SegmentEncoder(each(encode), {}, between_words=True)
     document = "word " * 20_000
     for number in range(3):
         encoded.clear()
         question = f"{document}And then {number}?"
-        assert segments.encode(question, "a") == [ord(c) for c in question]
+        assert list(segments.encode(question, "a")) == [ord(c) for c in question]
     assert sum(map(len, encoded)) < 20_000
     blob = "x" * 100_000
-    assert segments.encode(blob, "a") == [ord(c) for c in blob]
+    assert list(segments.encode(blob, "a")) == [ord(c) for c in blob]
 
 
 def test_a_text_is_cut_where_a_search_in_one_part_would_cut_it(monkeypatch) -> None:
@@ -121,7 +128,7 @@ def test_added_special_tokens_stand_around_cached_texts(encoder, monkeypatch) ->
     for text in ("many words " * 4000, "short", ""):
         for _ in range(2):
             again = tokenizer.encode_again(text, "a", add_special_tokens=True)
-            assert again == tokenizer.encode(text, add_special_tokens=True)
+            assert list(again) == tokenizer.encode(text, add_special_tokens=True)
 
 
 def test_a_segment_is_kept_within_its_scope_and_the_cache_is_bounded(monkeypatch) -> None:
@@ -132,10 +139,10 @@ def test_a_segment_is_kept_within_its_scope_and_the_cache_is_bounded(monkeypatch
         return [ord(c) for c in text]
 
     monkeypatch.setattr("baton.text.segments._MOST_CHARACTERS", 5000)
-    segments = SegmentEncoder(encode, {"|": 124})
+    segments = SegmentEncoder(each(encode), {"|": 124})
     long = "x" * 2000
     for scope in ("one", "one", "two"):
-        assert segments.encode(f"a|{long}|b", scope) == encode(f"a|{long}|b")
+        assert list(segments.encode(f"a|{long}|b", scope)) == encode(f"a|{long}|b")
     assert calls.count(long) == 2
     segments.encode("y" * 4000, "one")  # displaces both
     segments.encode(f"a|{long}|b", "one")
@@ -155,4 +162,4 @@ def test_short_texts_and_slow_tokenizers_take_the_usual_way() -> None:
     text = "<|im_start|>user\nhi<|im_end|>" * (LONG_CHARACTERS // 10)
     before = tokenizer.encode_again(text)
     tokenizer.speed_up("<|im_start|> <|im_end|>")
-    assert tokenizer.encode_again(text) == before == tokenizer.encode(text)
+    assert list(tokenizer.encode_again(text)) == before == tokenizer.encode(text)

@@ -148,7 +148,9 @@ async def test_each_kind_is_cut_to_its_own_number_of_alternatives(fleet):
 
 
 async def test_more_scores_than_workers_should_hold_are_refused_with_the_limit(fleet, monkeypatch):
-    monkeypatch.setattr("router.frontend.api.prepare.MAX_PROMPT_LOGPROBS_BYTES", 1000)
+    monkeypatch.setattr(
+        "router.frontend.api.formats.prompt_logprobs.MAX_PROMPT_LOGPROBS_BYTES", 1000
+    )
     response = await fleet.complete([5] * 100, echo=True, logprobs=4, max_tokens=0)
     assert response.status_code == 400
     assert "at most 25 tokens" in response.json()["error"]["message"]

@@ -26,8 +26,16 @@ def _decimal(text: str) -> Decimal:
 _DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=_decimal)
 
 
-def refuse_long_decimals(raw: bytes) -> None:
-    """Raise ``GrammarError`` if a value or bound of a schema in a body is such a decimal."""
+def refuse_long_decimals(raw: bytes, decoded: Mapping[str, Any] | None = None) -> None:
+    """Raise ``GrammarError`` if a value or bound of a schema in a body is such a decimal.
+
+    A long text is not searched if the ``decoded`` body has no place for a schema.
+    """
+    fields = () if decoded is None else decoded.items()
+    if decoded is not None and not any(
+        isinstance(value, dict | list) for field, value in fields if field not in _TEXTS
+    ):
+        return
     if not any(b'"%b"' % keyword.encode() in raw for keyword in _KEYWORDS):
         return
     if _LONG.search(raw) is None:

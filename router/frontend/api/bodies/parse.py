@@ -53,7 +53,7 @@ def parse(
         GrammarError: A schema has a number that would change.
     """
     data = decoded(raw)
-    refuse_long_decimals(raw)
+    refuse_long_decimals(raw, data)
     return checked(kind, data, ignored, model=model)
 
 

@@ -1,14 +1,19 @@
 """Log-probabilities of tokens for text completions: OpenAI's columns, and vLLM's of prompts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from baton.text.detokenizer import Detokenizer
 from baton.text.tokenizer import TextTokenizer
-from baton.types.prompt_outputs import PromptLogprobs
+from baton.types.errors import InvalidRequestError
+from baton.types.prompt_outputs import PromptLogprobs, bytes_per_row
+from router.frontend.api.bodies.generation import GenerationBody
+from router.request import GenerationRequest
 from router.routing.requests.active_request import ActiveRequest
+
+MAX_PROMPT_LOGPROBS_BYTES = 8 * 1024 * 1024  # per call; their JSON is fifty times as large
 
 
 def token_key(tokenizer: TextTokenizer, token_id: int) -> str:
@@ -43,7 +48,7 @@ class PromptView:
     """Converter of a prompt's logprobs (of all tokens but the first) to the formats of APIs."""
 
     def __init__(
-        self, prompt: tuple[int, ...], logprobs: PromptLogprobs, tokenizer: TextTokenizer
+        self, prompt: Sequence[int], logprobs: PromptLogprobs, tokenizer: TextTokenizer
     ) -> None:
         self._prompt = prompt
         self._spell = tokenizer.token_text
@@ -112,3 +117,19 @@ class PromptView:
 
     def _entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": logprob, "rank": rank, "decoded_token": self._spell(token)}
+
+
+def check_prompt_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:
+    """Reject more prompt logprobs than one response may hold; each choice repeats them."""
+    alternatives = requests[0].sampling.prompt_logprobs
+    if alternatives is None:
+        return
+    tokens = sum(len(request.prompt) * request.sampling.n for request in requests)
+    most = MAX_PROMPT_LOGPROBS_BYTES // bytes_per_row(alternatives)
+    if tokens > most:
+        raise InvalidRequestError(
+            f"log-probabilities of {tokens} prompt tokens (of all prompts, times n) with "
+            f"{alternatives} alternatives each are too many for one call; send at most {most} "
+            "tokens, or request fewer alternatives",
+            param="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
+        )

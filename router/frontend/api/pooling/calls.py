@@ -111,7 +111,7 @@ def _tokens(
     limit = model.max_context_tokens
     if most_tokens is not None:
         most_tokens = limit if most_tokens == -1 else min(most_tokens, limit)
-    tokens = model.encode_prompt(text, param=name, whole=most_tokens is None)[:most_tokens]
+    tokens = list(model.encode_prompt(text, param=name, whole=most_tokens is None)[:most_tokens])
     if not tokens:
         raise InvalidRequestError.at("truncate_prompt_tokens", "must be -1 or at least 1 (got 0)")
     if len(tokens) > limit:
