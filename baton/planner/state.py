@@ -68,6 +68,7 @@ class PlannerReport(Protocol):
     """Load report of a worker, as far as the planner reads it; ``WorkerStatus`` has all of it."""
 
     steps: int
+    prefill_tokens_per_s: float
     prefill_token_s: float
     prefill_context_s: float
     decode_base_s: float
@@ -79,11 +80,14 @@ class PlannerReport(Protocol):
 
 def state_of(worker_id: str, role: Role, report: PlannerReport, max_streams: int) -> WorkerState:
     """Return the state of a worker from its last load report."""
+    token_s = report.prefill_token_s
+    if not token_s and report.prefill_tokens_per_s:  # no step was long enough for a line
+        token_s = 1 / report.prefill_tokens_per_s
     return WorkerState(
         worker_id=worker_id,
         role=role,
         steps=report.steps,
-        prompt_line=PromptLine(token_s=report.prefill_token_s, context_s=report.prefill_context_s),
+        prompt_line=PromptLine(token_s=token_s, context_s=report.prefill_context_s),
         decode_line=DecodeLine(
             step_s=report.decode_base_s,
             row_s=report.decode_row_s,
