@@ -66,11 +66,14 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
 
 def state_of(worker_id: str, role: Role, report: WorkerStatus, max_streams: int) -> WorkerState:
     """Return the state of a worker from its last load report."""
+    token_s = report.prefill_token_s
+    if not token_s and report.prefill_tokens_per_s:  # no step was long enough for a line
+        token_s = 1 / report.prefill_tokens_per_s
     return WorkerState(
         worker_id=worker_id,
         role=role,
         steps=report.steps,
-        prompt_line=PromptLine(token_s=report.prefill_token_s, context_s=report.prefill_context_s),
+        prompt_line=PromptLine(token_s=token_s, context_s=report.prefill_context_s),
         decode_line=DecodeLine(
             step_s=report.decode_base_s,
             row_s=report.decode_row_s,

@@ -10,6 +10,7 @@ _KEPT = 0.95  # decay of earlier steps' weight: the rate follows within some twe
 _FIT_KEPT = 0.98  # slower decay: a line needs steps with different contexts
 _DECODE_STEPS = 64  # recent steps in the median
 _LEAST_SAMPLE_TOKENS = 32  # smaller prompts measure mostly overhead
+_LEAST_LINE_S = 0.05  # so do shorter steps: short prompts would show a worker as slow
 # Steps with closer contexts do not determine the cost of context.
 _LEAST_SPREAD_TOKENS = 256.0
 _DECODE_KEPT = 0.998  # decode steps are short, and their rows and contexts change slowly
@@ -64,7 +65,8 @@ class StepRates:
             self._prompt_tokens = self._prompt_tokens * _KEPT + step.prompt_tokens
             self._prompt_s = self._prompt_s * _KEPT + seconds
             tokens = step.prompt_tokens
-            self._line.add(tokens, step.prompt_context / tokens, seconds / tokens)
+            if seconds >= _LEAST_LINE_S:
+                self._line.add(tokens, step.prompt_context / tokens, seconds / tokens)
         elif step.decode_rows and not step.prompt_tokens:
             self._add_decode_step(seconds)
             longest_s = _LONGEST_DECODE * self.decode_step_s
@@ -84,7 +86,7 @@ class StepRates:
 
     @property
     def prompt_fit(self) -> PromptFit:
-        """Fitted time per prompt token and per token of its context."""
+        """Fitted time per prompt token and per token of its context, in long steps."""
         return self._line.fit()
 
     @property

@@ -34,6 +34,7 @@ _QUEUE_SHARE = 0.05
 _MAX_PROMPTS = 1024
 _MAX_BLOCKS = 262_144
 _REPORTED_NS = 500_000_000  # a report comes every 250 ms, and shows the end of a step
+_INDEXED_NS = 200_000_000  # events come within some 20 to 120 ms after the first token
 _MOST_WAITS = 2.0  # longest wait ÷ predicted time of computing, for a prompt with progress
 
 
@@ -326,16 +327,25 @@ class SiblingWaits:
         return None
 
     def _appears_soon(
-        self, wait: SiblingWait, chosen: Candidate, now_ns: int, pullers: Sequence[Candidate]
+        self,
+        wait: SiblingWait,
+        request: GenerationRequest,
+        chosen: Candidate,
+        now_ns: int,
+        pullers: Sequence[Candidate],
     ) -> bool:
         """Return whether blocks were just computed, and can be pulled when the index has them."""
         computed_ns = wait.prompt.computed_ns
-        return (
-            0 < computed_ns <= now_ns < computed_ns + LEAST_S * 1e9
-            and chosen.computes.worker_id == wait.prompt.worker.worker_id
-            and chosen.terms.queue_s > _pulled_s(chosen, pullers, wait.blocks, 0.0)
-            and not self._computing.has(wait.prompt, wait.blocks)
-        )
+        is_new = 0 < computed_ns <= now_ns < computed_ns + _INDEXED_NS
+        if not is_new or self._computing.has(wait.prompt, wait.blocks):
+            return False
+        worker = chosen.computes
+        if worker.worker_id == wait.prompt.worker.worker_id:
+            return chosen.terms.queue_s > _pulled_s(chosen, pullers, wait.blocks, 0.0)
+        end = min(wait.blocks * worker.block_tokens, len(request.prompt))
+        begin = len(request.prompt) - chosen.uncached_tokens  # cached there, or pulled
+        lacking_s = worker.prompt_s(end - begin, context_tokens(begin, end)) if begin < end else 0.0
+        return bool(pullers) and lacking_s >= LEAST_S / 2
 
     def _may_be_there(
         self,
@@ -346,7 +356,7 @@ class SiblingWaits:
         pullers: Sequence[Candidate],
     ) -> bool:
         """Return whether blocks were just computed that reports or the index may not show yet."""
-        if self._appears_soon(wait, chosen, now_ns, pullers):
+        if self._appears_soon(wait, request, chosen, now_ns, pullers):
             return True
         if chosen.links or not self._computing.counts_as_queued(wait.prompt, now_ns):
             return False

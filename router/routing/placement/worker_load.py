@@ -123,11 +123,12 @@ class Rates:
         """Return the worker's own line, or the usual one if the difference is noise.
 
         Half a percent would send every uncached prompt to the same few idle workers: the rate would
-        break every tie the same way, and the cache would follow.
+        break every tie the same way, and the cache would follow. A worker that has computed only
+        short prompts reports no line.
         """
         own = report.prompt_line
         usual = self.prompt_lines.get(role)
-        if usual is not None and (not report.prefill_tokens_per_s or own.is_like(usual)):
+        if usual is not None and (not own.token_s or own.is_like(usual)):
             return usual
         return own
 

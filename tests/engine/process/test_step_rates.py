@@ -58,6 +58,19 @@ def test_prompts_that_are_all_alike_do_not_tell_what_context_costs() -> None:
     assert 100 * fit.context_s < 0.1 * fit.token_s
 
 
+def test_short_prompts_do_not_tell_how_fast_long_ones_are() -> None:
+    """What each step takes besides its tokens made a worker look half as fast as its equals."""
+    rates = StepRates()
+    for _ in range(20):
+        rates.add(step(18_000, 18_050, 0.015 + 50 * 2e-4))
+    assert rates.prompt_fit == (0, 0)
+    assert rates.prefill_tokens_per_s == pytest.approx(2000)
+    for _ in range(3):
+        rates.add(step(18_000, 18_500, 0.015 + 500 * 2e-4))
+    fit = rates.prompt_fit
+    assert fit.token_s + 18_250 * fit.context_s == pytest.approx(2.3e-4, rel=0.01)
+
+
 def test_a_worker_that_became_slower_says_so() -> None:
     rates = StepRates()
     for slower in (1, 4):

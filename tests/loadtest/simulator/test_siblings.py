@@ -1,9 +1,12 @@
 """A fork of agents on a simulated fleet: one prefix is computed once, and others do not wait."""
 
+from dataclasses import replace
 from functools import partial
 
+import msgspec
 import pytest
 
+from baton.engine.emulated_timing import H100_70B
 from loadtest.simulator.attempt import DETECT_NS
 from loadtest.simulator.setup import Setup
 from loadtest.simulator.simulation import Simulation
@@ -40,9 +43,9 @@ def others(count: int, tokens: int = 400) -> list[TraceRequest]:
     return [TraceRequest(number / 4 + 1 / 64, tokens, 32, ()) for number in range(count)]
 
 
-def run(trace, kill=None) -> Simulation:
+def run(trace, kill=None, setup=SETUP) -> Simulation:
     """Run a trace; ``kill`` is a time in seconds at which the worker with most prompts dies."""
-    simulation = Simulation(SETUP, sorted(trace, key=lambda request: request.arrival_s))
+    simulation = Simulation(setup, sorted(trace, key=lambda request: request.arrival_s))
 
     def die() -> None:
         lives = {life.worker_id: life for life in simulation.lives}
@@ -82,6 +85,19 @@ def test_a_fork_computes_its_prefix_once():
     rest = [record for record in simulation.records if record not in records]
     before = run(others(48)).records
     assert max(map(first_s, rest)) <= max(map(first_s, before)) + 0.3
+
+
+@pytest.mark.parametrize("step_tokens", [1700, 8192])
+def test_siblings_pull_the_whole_prefix(step_tokens):
+    """The first token comes before the events of its step, whose blocks all computed again."""
+    timing = msgspec.structs.replace(H100_70B, kv_bytes_per_token=18_432)
+    setup = replace(SETUP, max_step_tokens=step_tokens, timing=timing)
+    siblings = fork(0.0)
+    trace = [siblings[number]._replace(arrival_s=number / 5) for number in range(10)]
+    first, *others = run(trace, setup=setup).records
+    assert first.cached_tokens == 0
+    assert [record.cached_tokens for record in others] == [PREFIX] * 9
+    assert len({record.computed_on for record in others}) > 4
 
 
 @pytest.mark.parametrize("kill", [3.0, 5.9])

@@ -207,15 +207,28 @@ def test_it_queues_behind_siblings_when_nothing_is_faster(fleet, chosen, pullers
     assert fleet.ask(chosen=chosen, pullers=pullers) is None
 
 
-def test_a_wait_for_a_pull_ends_a_tenth_of_a_second_after_the_first_token(fleet):
+def test_a_wait_for_a_pull_ends_a_fifth_of_a_second_after_the_first_token(fleet):
     """Without Redis the index never has the blocks."""
     pullers = [behind(), IDLE]
     fleet.ask(chosen=behind(), pullers=pullers)
     fleet.computing.end("first").computed_ns = 8 * SECOND
     assert fleet.due(8.0) == ["s"]
-    assert fleet.ask(at_s=8.09, chosen=behind(0), pullers=pullers) is not None
-    assert fleet.ask("t", at_s=8.09, chosen=behind(0), pullers=pullers) is None
-    assert fleet.ask(at_s=8.11, chosen=behind(0), pullers=pullers) is None
+    assert fleet.ask(at_s=8.19, chosen=behind(0), pullers=pullers) is not None
+    assert fleet.ask("t", at_s=8.19, chosen=behind(0), pullers=pullers) is None
+    assert fleet.ask(at_s=8.21, chosen=behind(0), pullers=pullers) is None
+
+
+@pytest.mark.parametrize(("missing", "waits"), [(60, True), (1, False)])
+def test_after_the_first_token_it_waits_for_the_last_blocks_to_pull(fleet, missing, waits):
+    """The index has them some 0.1 s later, and each sibling would compute them again."""
+    chosen = placed("b", sources=(Source("a", SHARED - missing),))
+    assert fleet.ask() is not None
+    fleet.store(SHARED - missing)
+    fleet.computing.end("first").computed_ns = 8 * SECOND
+    assert fleet.due(8.0) == ["s"]
+    assert (fleet.ask(at_s=8.05, chosen=chosen, pullers=[chosen]) is not None) is waits
+    fleet.store(SHARED)
+    assert fleet.ask(at_s=8.1, chosen=placed("b", sources=(Source("a", SHARED),))) is None
 
 
 def test_a_wait_for_a_pull_ends_without_progress_and_after_twice_its_time(fleet):
