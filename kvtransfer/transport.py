@@ -53,13 +53,9 @@ class Frame(Protocol):
     """Response for one slice."""
 
     def store(self, pool: PoolView, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> None:
-        """Check the frame against the request and write it into pages; blocks.
+        """Check the frame against the request and write it into the pages of ``blocks``.
 
-        Args:
-            pool: Pool of this worker.
-            blocks: Pages of the prompt's blocks in it.
-            kv_slice: The requested slice.
-            bound: ``chunk.binding`` of the KV transfer.
+        It blocks, so it runs in a thread. ``bound`` is the ``chunk.binding`` of the KV transfer.
 
         Raises:
             ChunkError: It does not match. Nothing of it is left in the pages.

@@ -57,10 +57,6 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 def check_unused(folder: Path, *, resume: bool = False) -> None:
     """Check that a folder has no results that a run would overwrite.
 
-    Args:
-        folder: Folder of the run.
-        resume: The run continues the interrupted one in this folder.
-
     Raises:
         ResultsError: It has the results of a complete run, or an interrupted one and no ``resume``.
     """
