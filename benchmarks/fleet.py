@@ -25,7 +25,6 @@ from rich.table import Table
 
 from benchmarks.layouts import PEER, SERVERS, Layout, columns, run_one
 from loadtest.results.files import Results
-from loadtest.workloads.lengths import parse_lengths
 from loadtest.workloads.plan import Plan
 from loadtest.workloads.synthetic import OpenLoop, Sessions, open_loop_plan, session_plan
 
@@ -50,12 +49,11 @@ def load(clients: int, seed: int, answer_tokens: int = ANSWER_TOKENS) -> Plan:
         sessions=_ASKED_BY_EACH[clients],
         turns=1,
         system_tokens=0,
-        prompt_tokens=parse_lengths("uniform:32-96"),
-        answer_tokens=parse_lengths(str(answer_tokens)),
+        prompt_tokens="uniform:32-96",
+        answer_tokens=str(answer_tokens),
         think_s=0.0,
-        ramp_s=0.0,
     )
-    return session_plan(sessions, name=f"{clients} clients", seed=seed)
+    return session_plan(sessions, name=f"{clients} clients", seed=seed, ramp_s=0.0)
 
 
 def loads(seed: int) -> dict[str, Plan]:
@@ -63,8 +61,8 @@ def loads(seed: int) -> dict[str, Plan]:
     open_loop = OpenLoop(
         requests=_OPEN_REQUESTS,
         rate=1.0,
-        prompt_tokens=parse_lengths("uniform:32-96"),
-        answer_tokens=parse_lengths("uniform:24-48"),
+        prompt_tokens="uniform:32-96",
+        answer_tokens="uniform:24-48",
         long_every=4,
         long_tokens=1024,
     )

@@ -41,7 +41,6 @@ from loadtest.commands.running import ended_by_signals
 from loadtest.metrics.summary import LatencyGoals
 from loadtest.results.files import Results, write_results
 from loadtest.run import RunOptions, run_plan
-from loadtest.workloads.lengths import parse_lengths
 from loadtest.workloads.plan import Plan
 from loadtest.workloads.replay import replay_plan
 from loadtest.workloads.synthetic import OpenLoop, open_loop_plan
@@ -88,8 +87,8 @@ def loads(requests: int, rate: float, seed: int) -> dict[str, Plan]:
     load = OpenLoop(
         requests=requests,
         rate=rate,
-        prompt_tokens=parse_lengths("uniform:32-96"),
-        answer_tokens=parse_lengths("uniform:24-48"),
+        prompt_tokens="uniform:32-96",
+        answer_tokens="uniform:24-48",
         long_every=8,
         long_tokens=1024,
     )

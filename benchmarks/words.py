@@ -17,13 +17,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 import typer
 from joserfc import jwt
 from joserfc.jwk import KeySet, RSAKey
 
+from baton.tenants.key_record import issue, new_key
 from benchmarks.router.__main__ import Demand, Shape, Side, measure
-from benchmarks.router.processes import redis, router, workers
-from benchmarks.tenants import give_key
+from benchmarks.router.processes import TOKEN, redis, router, workers
 
 _TREE = Path(__file__).parents[1]
 _WORKERS = 4
@@ -41,6 +42,7 @@ _LLM_D = (
     "x-llm-d-inference-fairness-id: team",
     "x-llm-d-inference-objective: chat",
 )
+_OPERATOR = {"authorization": f"Bearer {TOKEN}"}
 _SESSION = ("x-session-id: 7f1c2a3b-4d5e-6f70-8192-a3b4c5d6e7f8",)
 
 
@@ -86,6 +88,18 @@ def _token(issuer: type[_Issuer]) -> str:
     return jwt.encode({"alg": "RS256", "kid": "one"}, claims, issuer.key, ["RS256"])
 
 
+def _give_key(port: int) -> str:
+    """Issue a key of a tenant with limits that its calls do not reach."""
+    key = new_key()
+    record = issue(key, {"tenant": "team"})
+    sent = {"id": record.id, "sha256": record.sha256, "rights": record.rights}
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=_OPERATOR) as http:
+        http.post("/fleet/keys", json={"keys": [sent]}).raise_for_status()
+        limits = {"rpm": 10**7, "tpm": 10**9, "tpd": 10**12, "concurrent": 10_000}
+        http.put("/fleet/tenants/team", json=limits).raise_for_status()
+    return key
+
+
 def main(
     rounds: Annotated[int, typer.Option(help="Interleaved repetitions.")] = 8,
     seconds: Annotated[float, typer.Option(help="Seconds of each measurement.")] = 6.0,
@@ -97,9 +111,9 @@ def main(
         url = stack.enter_context(redis())
         workers_pid = stack.enter_context(workers(url, _WORKERS, _STEP_S))
         more = {"clients": clients}
-        pid, port = stack.enter_context(router(_TREE, url, _WORKERS, more))
+        pids, port = stack.enter_context(router(_TREE, url, _WORKERS, more))
         time.sleep(2)
-        key = give_key(port)
+        key = _give_key(port)
         kinds: dict[str, tuple[str, tuple[str, ...]]] = {
             "key": (key, ()),
             "JWT": (_token(issuer), ()),
@@ -111,7 +125,7 @@ def main(
         spent_ms = defaultdict(list)
         for number in range(rounds):
             for name in list(kinds)[:: 1 if number % 2 else -1]:
-                side = Side(port, pid, workers_pid, *kinds[name])
+                side = Side(port, pids, workers_pid, *kinds[name])
                 figures = measure(name, side, _SHAPE, _CLIENTS, seconds)
                 spent_ms[name].append(1e3 / figures.requests_per_cpu_s)
     for name, values in spent_ms.items():

@@ -113,17 +113,12 @@ class ReceivedHandoff:
         self._taken_over = False
         self._engine_transfer = b""  # of the prefill worker's engine
         self._load_ns = 0  # when our engine began to load
-        self._figures: TransferFigures | None = None
+        self.figures: TransferFigures | None = None  # once all KV is here and the engine has it
         self._cancelled = False
         self._unavailable = False  # the prefill worker is well, but takes no prompts now
         # Then the first token or the embedding is the whole response, and no KV is needed.
         self._one_token = submission.sampling.max_tokens == 1 or bool(submission.pooling)
         self._prompt_logprobs = PromptLogprobsIntake(prompt_tokens - 1)
-
-    @property
-    def figures(self) -> TransferFigures | None:
-        """Figures of the transfer; None unless all KV arrived and the engine still holds it."""
-        return self._figures
 
     def on_report(self, report: object) -> None:
         """Handle an engine report on the request's reservation."""
@@ -134,7 +129,7 @@ class ReceivedHandoff:
             case ev.Bound():
                 self._perform(self._machine.bound(report.generation, report.blocks))
             case ev.Revoked():
-                self._figures = None  # the engine had not seen the commit
+                self.figures = None  # the engine had not seen the commit
                 self._perform(self._machine.revoked(report.generation))
             case ev.Loaded():
                 self._perform(self._machine.loaded(report.generation))
@@ -179,7 +174,7 @@ class ReceivedHandoff:
         """
         self._ended_choices.update(choices)
         loads = self._machine.state is ReceiverState.LOADING
-        decodes = self._figures is not None or self._taken_over or loads
+        decodes = self.figures is not None or self._taken_over or loads
         if not decodes and len(self._ended_choices) == self._submission.sampling.n:
             self.cancel()
         return decodes
@@ -187,7 +182,7 @@ class ReceivedHandoff:
     def cancel(self) -> None:
         """Cancel; ``on_drained`` is called as soon as nothing writes into the pages."""
         self._cancelled = True
-        if self._stream is not None and self._figures is None and not self._submission.probe:
+        if self._stream is not None and self.figures is None and not self._submission.probe:
             self._parts.metrics.inc("baton_transfers", outcome="abandoned")
         self._perform(self._machine.cancel())
 
@@ -271,7 +266,7 @@ class ReceivedHandoff:
         self._note_committed(duration_ns, payload_bytes)
 
     def _note_committed(self, duration_ns: int, payload_bytes: int) -> None:
-        self._figures = figures = TransferFigures(
+        self.figures = figures = TransferFigures(
             duration_ns=duration_ns,
             payload_bytes=payload_bytes,
             repaired_frames=self._machine.repairs,

@@ -15,7 +15,6 @@ from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
 from baton.wire.tls import FleetTls, distrust
 from kvtransfer.edge import Edge
-from kvtransfer.grpc_transport import GrpcTransport
 from kvtransfer.kv_slice import FRAME_BYTES
 from kvtransfer.transport import FrameStream, Peer, TransportError
 from kvtransfer.transports import CARRY_INT8, connect_all
@@ -49,7 +48,6 @@ class Peers:
         self._token = token
         self._channels = Channels(tls)
         self._transports = connect_all(self._channels, token)
-        self._grpc = GrpcTransport(self._channels, token)
         self._greeted: dict[str, Peer] = {}  # by address
         self._addresses: dict[str, str] = {}  # by worker id, of its latest incarnation
 

@@ -15,9 +15,9 @@ from batonpb.common_pb2 import ChunkEncoding
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
 from kvtransfer.chunk import ByteFrame
+from kvtransfer.pool_source import PoolSource
 from kvtransfer.transport import (
     Frame,
-    FrameSource,
     FrameStream,
     Peer,
     ServingSide,
@@ -131,7 +131,7 @@ class GrpcServer:
     def __init__(self, side: ServingSide) -> None:
         self._server = side.grpc_server
 
-    async def start(self, source: FrameSource) -> None:
+    async def start(self, source: PoolSource) -> None:
         """Add the method to the server."""
 
         async def pull(request: pb.PullRequest, _: Any) -> AsyncIterator[bytes]:

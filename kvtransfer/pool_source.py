@@ -4,7 +4,7 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,7 +18,6 @@ from kvtransfer.kv_slice import MOST_FRAME_BYTES, KvSlice
 from kvtransfer.lent_pages import page_digest
 from kvtransfer.rank_pools import KvPools
 from kvtransfer.sender import Action, HandoffSender, SenderState
-from kvtransfer.transport import Room
 
 Key = tuple[str, int, int, bytes]
 """Identity of a KV transfer: request, attempt, generation and the reader's incarnation."""
@@ -28,6 +27,10 @@ def key_of(request: pb.PullRequest) -> Key:
     """Return the key of a pull; each engine counts generations from 1, so it names the reader."""
     return (request.request_id, request.attempt, request.generation, request.reader_incarnation)
 
+
+Room = Callable[[int], Awaitable[memoryview]]
+"""Returns memory of that size for one frame, so that its bytes are copied only once. A second call
+before the frame was taken replaces the first."""
 
 T = TypeVar("T")
 
@@ -42,14 +45,14 @@ class HeldKv:
 
 @dataclass(frozen=True, slots=True)
 class PageLoan:
-    """Loan of pages; see ``transport.Loan``."""
+    """Pages that another process reads; it calls ``end`` once, when it has read them."""
 
-    chunks: Sequence[pb.ChunkHeader]
+    chunks: Sequence[pb.ChunkHeader]  # for each requested slice its pages and digest, or an error
     end: Callable[[], None]
 
 
 class PoolSource:
-    """Implementation of ``transport.FrameSource`` over a worker's pool.
+    """The sending side's source of a worker's KV.
 
     Args:
         pool: Pool of this worker, or the pools of its ranks.
@@ -77,7 +80,10 @@ class PoolSource:
         self._encodings = encodings
 
     async def frames(self, request: pb.PullRequest, room: Room) -> AsyncIterator[int]:
-        """Yield frames of the requested slices, in that order, while the KV transfer is open."""
+        """Yield the sizes of the requested slices' frames (``kvtransfer.chunk``), in that order.
+
+        Each frame is in the room that was requested last.
+        """
         refusal = self._refusal(request)
         for message in request.kv_slices:
             kv_slice = KvSlice.from_wire(message)

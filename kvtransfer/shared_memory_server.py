@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 from baton.telemetry.tasks import BackgroundTasks
 from kvtransfer.hello import check_same_user, prove_to_reader
 from kvtransfer.hello_gate import HelloGate
+from kvtransfer.pool_source import PageLoan, PoolSource
 from kvtransfer.shared_memory import (
     ATTACH_S,
     GRANTED,
@@ -29,7 +30,7 @@ from kvtransfer.shared_memory import (
     read_message,
     this_place,
 )
-from kvtransfer.transport import FrameSource, Loan, ServingSide
+from kvtransfer.transport import ServingSide
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class SharedMemoryServer:
             return None
         return common_pb2.TransportOffer(name=NAME, place=self._place, address=self._address)
 
-    async def start(self, source: FrameSource) -> None:
+    async def start(self, source: PoolSource) -> None:
         """Start listening. If that fails, readers cannot connect and pull by gRPC."""
         if not self._place:
             return
@@ -88,7 +89,7 @@ class _Lender:
     def __init__(
         self,
         side: ServingSide,
-        source: FrameSource,
+        source: PoolSource,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
@@ -96,7 +97,7 @@ class _Lender:
         self._source = source
         self._reader = reader
         self._writer = writer
-        self._loans: dict[int, Loan | None] = {}  # None: the source has not answered yet
+        self._loans: dict[int, PageLoan | None] = {}  # None: the source has not answered yet
         self._tasks = BackgroundTasks("lender")
 
     async def run(self) -> None:

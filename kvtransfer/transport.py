@@ -6,7 +6,7 @@ requested slice. To add a transport, see ``kvtransfer/transports.py``.
 """
 
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
 from kvtransfer.chunk import PoolView
 from kvtransfer.kv_slice import KvSlice
+from kvtransfer.pool_source import PoolSource
 
 
 class TransportError(Exception):
@@ -52,13 +53,9 @@ class Frame(Protocol):
     """Response for one slice."""
 
     def store(self, pool: PoolView, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> None:
-        """Check the frame against the request and write it into pages; blocks.
+        """Check the frame against the request and write it into the pages of ``blocks``.
 
-        Args:
-            pool: Pool of this worker.
-            blocks: Pages of the prompt's blocks in it.
-            kv_slice: The requested slice.
-            bound: ``chunk.binding`` of the KV transfer.
+        It blocks, so it runs in a thread. ``bound`` is the ``chunk.binding`` of the KV transfer.
 
         Raises:
             ChunkError: It does not match. Nothing of it is left in the pages.
@@ -98,38 +95,6 @@ class Transport(Protocol):
         """Close all connections that belong to the transport."""
 
 
-class Loan(Protocol):
-    """Pages that another process reads."""
-
-    @property
-    def chunks(self) -> Sequence[pb.ChunkHeader]:
-        """A header for each requested slice: its pages and digest, or an error."""
-
-    def end(self) -> None:
-        """End the loan, once the pages are not read any more; call this once."""
-
-
-Room = Callable[[int], Awaitable[memoryview]]
-"""Returns memory of that size for one frame, so that its bytes are copied only once. A second call
-before the frame was taken replaces the first."""
-
-
-class FrameSource(Protocol):
-    """The sending side: a worker's KV of its transfers."""
-
-    def frames(self, request: pb.PullRequest, room: Room) -> AsyncIterator[int]:
-        """Yield the sizes of the requested slices' frames (``kvtransfer.chunk``), in that order.
-
-        Each frame is in the room that was requested last.
-        """
-
-    async def lend(self, request: pb.PullRequest) -> Loan:
-        """Lend the requested slices as pages, to be read in place."""
-
-    def may_attach(self, request: pb.PullRequest) -> bool:
-        """Return whether the reader with this request may map the pool."""
-
-
 @dataclass(frozen=True, slots=True)
 class ServingSide:
     """Resources with which a worker serves KV.
@@ -155,7 +120,7 @@ class TransportServer(Protocol):
     def offer(self) -> common_pb2.TransportOffer | None:
         """Information that peers need to pull this way; None if they need none."""
 
-    async def start(self, source: FrameSource) -> None:
+    async def start(self, source: PoolSource) -> None:
         """Start serving from ``source``."""
 
     async def close(self) -> None:

@@ -2,10 +2,5 @@
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """Return a share in percent, such as ``8.5 %``.
-
-    Args:
-        share: Share between 0 and 1.
-        digits: Digits after the point.
-    """
+    """Return a share between 0 and 1 in percent, such as ``8.5 %``."""
     return f"{100 * share:.{digits}f} %"

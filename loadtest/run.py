@@ -23,7 +23,6 @@ class RunOptions:
     slo: LatencyGoals = field(default_factory=LatencyGoals)
     clients: int = 1  # number of client processes
     warmup_s: float = 0.0  # seconds from the start that the figures exclude
-    keep_answers: bool = False  # keep the texts of responses in the records
     command: str = ""  # command line, for the report
 
 
@@ -107,11 +106,7 @@ async def _run_until_interrupted(
             loop.add_signal_handler(signal.SIGINT, stop)
             try:
                 progress.clients = await run_clients(
-                    plan,
-                    options.server,
-                    clients=options.clients,
-                    record=took,
-                    keep_answers=options.keep_answers,
+                    plan, options.server, clients=options.clients, record=took
                 )
                 progress.complete = True
             finally:

@@ -44,10 +44,7 @@ def locate(
 ) -> tuple[Path, str | None]:
     """Return the file or directory, and the revision of a hub model or the version of a package.
 
-    Args:
-        reference: Reference of the model.
-        hub_answers_s: Time in seconds in which the hub must answer, if it is asked.
-        with_weights: Whether the weights of a hub model are needed.
+    The hub must answer within ``hub_answers_s``, if it is asked.
 
     Raises:
         ModelError: The model is not found.

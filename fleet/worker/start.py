@@ -14,6 +14,7 @@ from batonpb import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
 from baton.addresses import join_address
 from baton.engine.emulated_timing import TIMINGS
+from baton.engine.process.client import EngineClient
 from baton.engine.process.handle import EngineHandle
 from baton.engine.settings import EngineSettings
 from baton.model.artifact import resolve_model
@@ -129,7 +130,10 @@ async def start_engine(context: StartContext, stack: AsyncExitStack) -> EngineHa
         _LOG.info("%s", what)
         context.on_progress(what)
 
-    engine = await EngineHandle.start(engine_settings, progress, stderr, failure_counter(metrics))
+    client = await EngineClient.start(
+        engine_settings, progress, stderr, count_task_failure=failure_counter(metrics)
+    )
+    engine = EngineHandle(client)
     stack.push_async_callback(engine.client.stop)
     metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
     geometry = engine.client.ready.geometry

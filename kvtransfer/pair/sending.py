@@ -16,7 +16,8 @@ from batonpb import prefill_pb2 as pb
 from baton.addresses import join_address
 from baton.telemetry.tasks import BackgroundTasks
 from kvtransfer.pair.helper import SENDER, SLOT_BYTES, Helper
-from kvtransfer.transport import FrameSource, ServingSide, TransportError
+from kvtransfer.pool_source import PoolSource
+from kvtransfer.transport import ServingSide, TransportError
 
 NAME = "pair"
 SERVICE = "baton.v1.KvPair"
@@ -35,7 +36,7 @@ class PairServer:
         """Name of the transport; the worker's address is enough."""
         return common_pb2.TransportOffer(name=NAME)
 
-    async def start(self, source: FrameSource) -> None:
+    async def start(self, source: PoolSource) -> None:
         """Add the control stream to the server."""
 
         async def control(
@@ -73,7 +74,7 @@ class _SendingEdge:
         host: Address of the interface that the reader can reach.
     """
 
-    def __init__(self, source: FrameSource, host: str) -> None:
+    def __init__(self, source: PoolSource, host: str) -> None:
         self.replies: asyncio.Queue[pb.PairReply | None] = asyncio.Queue()  # None after the last
         self._source = source
         self._host = host

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from baton.telemetry.tasks import BackgroundTasks
 from kvtransfer.hello import prove_to_reader
 from kvtransfer.hello_gate import HelloGate
+from kvtransfer.pool_source import PoolSource
 from kvtransfer.tcp.frames import (
     ENDED,
     FAILED,
@@ -24,7 +25,7 @@ from kvtransfer.tcp.frames import (
     prepare,
     receive_message,
 )
-from kvtransfer.transport import FrameSource, ServingSide
+from kvtransfer.transport import ServingSide
 
 _LOG = logging.getLogger(__name__)
 _KEPT_BUFFERS = 4
@@ -46,7 +47,7 @@ class TcpServer:
         port = self._side.listener.getsockname()[1]
         return common_pb2.TransportOffer(name=NAME, address=address_of(port))
 
-    async def start(self, source: FrameSource) -> None:
+    async def start(self, source: PoolSource) -> None:
         """Start accepting connections."""
         if self._side.listener is None:
             return
@@ -67,14 +68,14 @@ class TcpServer:
         prepare(link)
         await prove_to_reader(link, NAME, self._side.incarnation, self._side.token)
 
-    async def _serve(self, link: socket.socket, source: FrameSource) -> None:
+    async def _serve(self, link: socket.socket, source: PoolSource) -> None:
         with link, contextlib.suppress(OSError, DecodeError):
             while True:
                 request = pb.PoolRequest.FromString(await receive_message(link)).pull
                 await self._answer(link, request, source)
 
     async def _answer(
-        self, link: socket.socket, request: pb.PullRequest, source: FrameSource
+        self, link: socket.socket, request: pb.PullRequest, source: PoolSource
     ) -> None:
         """Send the frames of one pull, and the reason if there are fewer than requested."""
         left = len(request.kv_slices)

@@ -4,7 +4,7 @@ Times are seconds since second 0 of the plan, on the machine's monotonic clock, 
 processes share.
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
@@ -19,7 +19,6 @@ End = Literal[
     "connection",  # no connection, or no response headers on it
     "aborted",  # the plan aborted it
 ]
-ENDS: tuple[End, ...] = get_args(End)
 
 
 class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):

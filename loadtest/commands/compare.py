@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from loadtest.commands import options as o
-from loadtest.commands.loads import Arrivals, Recording
+from loadtest.commands.loads import Recording
 from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED, run, write_folder
 from loadtest.comparison import compare as rows_of
@@ -19,6 +19,7 @@ from loadtest.reasons import file_reason
 from loadtest.results.files import Results, ResultsError, read_results
 from loadtest.results.tables import comparison_table
 from loadtest.workloads.plan import Plan
+from loadtest.workloads.synthetic import DISTURBANCES, OpenLoop, open_loop_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class _Recording(Recording):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Arrivals(Arrivals):
+class _Arrivals(OpenLoop):
     requests: Annotated[int, typer.Option(min=1, help="Requests per run.")] = 100
 
 
@@ -54,7 +55,8 @@ class _Runs:
 
 
 @with_options(
-    "url", "model", "tenant_keys", "token_ids", "ignore_eos", "headers", "timeout_s", "cv"
+    *("url", "model", "tenant_keys", "token_ids", "ignore_eos", "headers", "timeout_s", "cv"),
+    *DISTURBANCES,
 )
 def compare(
     recording: _Recording,
@@ -109,7 +111,7 @@ def _plan(recording: _Recording, arrivals: _Arrivals, trace: Path | None, seed: 
     try:
         if trace is not None:
             return recording.plan(trace, seed)
-        return arrivals.plan("poisson", seed)
+        return open_loop_plan(arrivals, name="poisson", seed=seed)
     except OSError as error:
         o.fail(file_reason(error))
     except ValueError as error:

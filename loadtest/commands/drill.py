@@ -21,7 +21,7 @@ from loadtest.drill.fleet import DrillError
 from loadtest.drill.phases import PhaseFigures
 from loadtest.drill.runner import DrillOptions, DrillRunner
 from loadtest.drill.verdict import DrillOutcome
-from loadtest.results.page import write_whole
+from loadtest.results.files import write_whole
 
 _ALL = "all"
 _FILE = "drill.json"

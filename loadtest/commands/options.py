@@ -82,15 +82,6 @@ SloText = Annotated[
 Quantile = Annotated[float, _run(help="Share of requests that must be good.")]
 Warmup = Annotated[float, _run("--warmup-s", min=0, help="Seconds excluded from the figures.")]
 Resume = Annotated[bool, _run("--resume", help="Continue after Ctrl-C.")]
-PromptTokens = Annotated[
-    str,
-    typer.Option(
-        help="Prompt lengths: 256, uniform:64-512, lognormal:180,0.9[,MAX], choice:32,1024."
-    ),
-]
-AnswerTokens = Annotated[
-    str, typer.Option(help="Output lengths, in the format of --prompt-tokens.")
-]
 DEFAULT_SLO = "ttft_s=2,tpot_s=0.1"
 
 

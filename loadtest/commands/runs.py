@@ -9,7 +9,7 @@ import typer
 
 from loadtest.client.records import CallRecord
 from loadtest.commands import options as o
-from loadtest.commands.loads import AgentSessions, AgentTrace, Disturbed, Recording, Users
+from loadtest.commands.loads import AgentSessions, AgentTrace, Recording
 from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED, run, run_and_show, show_and_write
 from loadtest.metrics.turns import turn_figures
@@ -18,6 +18,7 @@ from loadtest.results.files import write_results
 from loadtest.workloads.agent_traces import agent_calls
 from loadtest.workloads.agents import alone as alone_plan
 from loadtest.workloads.agentx import write_agentx
+from loadtest.workloads.synthetic import OpenLoop, Sessions, open_loop_plan, session_plan
 from loadtest.workloads.traces import TraceError
 
 
@@ -62,7 +63,7 @@ def replay(
 def poisson(
     ctx: typer.Context,
     out: o.Out,
-    arrivals: Disturbed,
+    arrivals: OpenLoop,
     choices: o.Choices,
     repetition: o.Repetition,
 ) -> None:
@@ -71,7 +72,8 @@ def poisson(
     Shared prefixes, a hot tenant, long prompts and disconnecting clients can be added.
     """
     try:
-        plan = arrivals.plan("poisson" if arrivals.cv == 1 else "gamma", repetition.seed)
+        name = "poisson" if arrivals.cv == 1 else "gamma"
+        plan = open_loop_plan(arrivals, name=name, seed=repetition.seed)
     except ValueError as error:
         o.fail(str(error))
     run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=repetition.resume)
@@ -79,11 +81,11 @@ def poisson(
 
 @with_options("tenant_keys", "token_ids")
 def sessions(
-    ctx: typer.Context, out: o.Out, users: Users, choices: o.Choices, repetition: o.Repetition
+    ctx: typer.Context, out: o.Out, users: Sessions, choices: o.Choices, repetition: o.Repetition
 ) -> None:
     """Simulate users who read each response, think, and ask again (closed loop)."""
     try:
-        plan = users.plan(repetition.seed)
+        plan = session_plan(users, name="sessions", seed=repetition.seed)
     except ValueError as error:
         o.fail(str(error))
     run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=repetition.resume)

@@ -8,17 +8,17 @@ import typer
 from rich.console import Console
 
 from loadtest.commands import options as o
-from loadtest.commands.loads import Arrivals
 from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED, run, write_folder
 from loadtest.rate_search import RateSearch
 from loadtest.results.files import Results, SearchPoint
 from loadtest.results.tables import search_table
 from loadtest.workloads.lengths import parse_lengths
+from loadtest.workloads.synthetic import DISTURBANCES, OpenLoop, open_loop_plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Arrivals(Arrivals):
+class _Arrivals(OpenLoop):
     rate: Annotated[float, typer.Option(help="First rate in requests per second.")] = 1.0
     requests: Annotated[int, typer.Option(min=20, help="Requests per rate.")] = 200
 
@@ -33,7 +33,7 @@ class _Precision:
     ] = 0.1
 
 
-@with_options("tenant_keys", "ignore_eos", "warmup_s")
+@with_options("tenant_keys", "ignore_eos", "warmup_s", *DISTURBANCES)
 def search(
     ctx: typer.Context,
     out: o.Out,
@@ -57,7 +57,8 @@ def search(
     runs: list[Results] = []
     interrupted = False
     while (tried := rates.next_rate()) is not None:
-        plan = replace(arrivals, rate=tried).plan("search", 1000 * seed + len(runs))
+        load = replace(arrivals, rate=tried)
+        plan = open_loop_plan(load, name="search", seed=1000 * seed + len(runs))
         warmup_s = measured.warmup_share * max(c.start_s for c in plan.conversations)
         at_rate = replace(run_options, warmup_s=warmup_s)
         results = run(plan, at_rate, None, label=f"{tried:.2f}/s")

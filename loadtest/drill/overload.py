@@ -61,13 +61,8 @@ def judge_overload(
 ) -> DrillOutcome:
     """Judge the load of `overload_phases`.
 
-    Args:
-        load: Requests of the load.
-        phases: Phases of the load: the base, overloads, and the base again.
-        limits: Limits of a good response.
-        probes: Records of requests for golden responses, sent after the load.
-        golden: Golden responses by index of a probe.
-        workers: State of the fleet some seconds after the last request.
+    ``probes`` requested the ``golden`` responses after the load. ``workers`` is the state of the
+    fleet some seconds after the last request.
     """
     records = load.records
     figures = [figures_of(phase, records, limits) for phase in phases]

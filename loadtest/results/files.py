@@ -13,7 +13,6 @@ import msgspec
 from loadtest.client.records import CallRecord, ClientReport
 from loadtest.metrics.summary import Summary
 from loadtest.metrics.turns import TurnFigures
-from loadtest.results.page import write_whole
 
 VERSION: Literal[1] = 1
 _RESULTS = "results.json"
@@ -58,10 +57,6 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 def check_unused(folder: Path, *, resume: bool = False) -> None:
     """Check that a folder has no results that a run would overwrite.
 
-    Args:
-        folder: Folder of the run.
-        resume: The run continues the interrupted one in this folder.
-
     Raises:
         ResultsError: It has the results of a complete run, or an interrupted one and no ``resume``.
     """
@@ -72,6 +67,15 @@ def check_unused(folder: Path, *, resume: bool = False) -> None:
             )
     elif (folder / _RESULTS).exists():
         raise ResultsError(f"{folder} has the results of a run: give another --out, or remove it")
+
+
+def write_whole(file: Path, content: bytes) -> Path:
+    """Write a file atomically, and create its folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_suffix(".new")
+    scratch.write_bytes(content)
+    scratch.replace(file)
+    return file
 
 
 def write_results(folder: Path, results: Results) -> Path:

@@ -1,12 +1,14 @@
 """Self-contained ``report.html`` of a run."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from loadtest.metrics.request_figures import FORMULAS, ttft_s
 from loadtest.results import series
-from loadtest.results.files import Results
-from loadtest.results.page import rendered, write_whole
+from loadtest.results.files import Results, write_whole
 from loadtest.results.tables import seconds
 
 _HERE = Path(__file__).parent
@@ -19,15 +21,26 @@ def write_report(folder: Path, results: Results) -> Path:
 
 def report(results: Results) -> str:
     """Return the page: options, figures with formulas, plots, slowest requests."""
-    return rendered(
-        _HERE,
-        _data(results),
-        {"seconds": seconds},
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["seconds"] = seconds
+    return environment.get_template("report.html.jinja").render(
         results=results,
         summary=results.summary,
         formulas=FORMULAS,
         slowest=[(record, ttft_s(record)) for record in series.slowest(results.records)],
+        uplot_js=_text("vendor/uPlot.iife.min.js"),
+        uplot_css=_text("vendor/uPlot.min.css"),
+        style=_text("report.css"),
+        report_js=_text("report.js"),
+        # Within a script element only `<` can end it.
+        data=json.dumps(_data(results), separators=(",", ":")).replace("<", "\\u003c"),
     )
+
+
+def _text(file: str) -> str:
+    return (_HERE / file).read_text(encoding="utf-8")
 
 
 def _data(results: Results) -> dict[str, Any]:

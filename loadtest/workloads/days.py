@@ -6,7 +6,6 @@ prefixes within a repetition stay as recorded.
 """
 
 from collections.abc import Sequence
-from itertools import count
 
 import numpy as np
 
@@ -27,16 +26,13 @@ def days(
     passed_s = np.concatenate([[0.0], np.cumsum((rates[1:] + rates[:-1]) / 2 * np.diff(times_s))])
     length_s = max(requests[-1].arrival_s, 1.0)
     names = 1 + max((max(one.block_hashes, default=0) for one in requests), default=0)
-    made: list[TraceRequest] = []
-    for repetition in count():
-        for request in requests:
-            recorded_s = repetition * length_s + request.arrival_s
-            if recorded_s >= passed_s[-1]:
-                return made
-            made.append(
-                request._replace(
-                    arrival_s=float(np.interp(recorded_s, passed_s, times_s)),
-                    block_hashes=tuple(repetition * names + name for name in request.block_hashes),
-                )
-            )
-    raise AssertionError("unreachable")
+    repetitions = range(int(passed_s[-1] // length_s) + 1)
+    recorded = ((n, n * length_s + one.arrival_s, one) for n in repetitions for one in requests)
+    return [
+        request._replace(
+            arrival_s=float(np.interp(recorded_s, passed_s, times_s)),
+            block_hashes=tuple(repetition * names + name for name in request.block_hashes),
+        )
+        for repetition, recorded_s, request in recorded
+        if recorded_s < passed_s[-1]
+    ]

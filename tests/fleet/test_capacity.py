@@ -17,6 +17,7 @@ from baton.engine.core.speculative.proposers import SpeculationSettings
 from baton.engine.cpu.native import library
 from baton.engine.loading.memory import EngineShape, automatic_blocks, footprint, pool_geometry
 from baton.engine.process import messages
+from baton.engine.process.client import EngineClient
 from baton.engine.process.handle import EngineHandle
 from baton.engine.settings import EngineSettings
 from baton.model.artifact import ModelError, resolve_model
@@ -249,7 +250,7 @@ async def test_a_full_engine_takes_what_was_said(
         tensor_parallel=ranks,
         speculation=speculation or SpeculationSettings(),
     )
-    engine = await EngineHandle.start(settings)
+    engine = EngineHandle(await EngineClient.start(settings))
     try:
         await asyncio.gather(*(_fill(engine, number, context) for number in range(concurrency)))
         leader = psutil.Process(engine.client.pid)

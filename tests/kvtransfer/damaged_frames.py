@@ -10,8 +10,7 @@ from batonpb import prefill_pb2 as pb
 
 from kvtransfer import chunk
 from kvtransfer.kv_slice import KvSlice
-from kvtransfer.pool_source import PoolSource
-from kvtransfer.transport import Room
+from kvtransfer.pool_source import PoolSource, Room
 
 KINDS = ("flip", "swap", "replay", "incarnation", "torn")
 

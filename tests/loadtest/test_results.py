@@ -25,7 +25,6 @@ from loadtest.results.files import (
 from loadtest.results.report import report, write_report
 from loadtest.results.tables import comparison_table, show
 from loadtest.run import RunOptions, run_plan
-from loadtest.workloads.lengths import parse_lengths
 from loadtest.workloads.synthetic import OpenLoop, open_loop_plan
 from tests.loadtest.metrics.test_metrics import client, record
 from tests.loadtest.tiny_server import tiny_server
@@ -175,8 +174,8 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
         requests=30,
         rate=60.0,
         cv=0.0,
-        prompt_tokens=parse_lengths("4"),
-        answer_tokens=parse_lengths("2"),
+        prompt_tokens="4",
+        answer_tokens="2",
     )
     plan = open_loop_plan(load, name="p", seed=1)
     with tiny_server() as server:

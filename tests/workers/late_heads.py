@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 from batonpb import prefill_pb2 as pb
 
 import fleet.worker.worker
-from kvtransfer.pool_source import PoolSource
-from kvtransfer.transport import Room
+from kvtransfer.pool_source import PoolSource, Room
 
 LATE_S = 0.6  # of each pull; its budget is a second
 LATE_HEAD = 2

@@ -6,11 +6,11 @@ from baton.engine.cpu.decoder import Decoder
 from baton.engine.cpu.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
 from baton.engine.cpu.parallel.shard import Shard
 from baton.engine.cpu.quantised import packer
+from baton.engine.loading.memory import product_shapes
 from baton.engine.loading.open import open_weights
 from baton.engine.loading.weights import Progress, all_rows, silent
 from baton.engine.numerics import DTYPES, Numerics
 from baton.model.artifact import ModelArtifact
-from baton.model.model_config import ModelConfig
 from baton.telemetry.process_memory import give_back
 
 _GIVE_BACK_BYTES = 4 << 20
@@ -63,7 +63,7 @@ def load_model(
 
     if shard is None and quantisation == "none":
         # before any weight is in memory: the probes need memory too
-        for shape in dict.fromkeys(_shapes(artifact.config)):
+        for shape in dict.fromkeys(product_shapes(artifact.config)):
             row_counts(*shape)
     rows = all_rows if shard is None else shard.rows
     label = "" if quantisation == "none" else quantisation
@@ -73,13 +73,3 @@ def load_model(
         model = Decoder(artifact.config, weights, DTYPES[dtype], pack, label, shard)
     give_back()
     return model
-
-
-def _shapes(c: ModelConfig) -> list[tuple[int, int]]:
-    """Return ``(outputs, inputs)`` of the model's products."""
-    q = c.num_heads * c.head_dim
-    kv = c.num_kv_heads * c.head_dim
-    e = c.hidden_size
-    f = c.intermediate_size
-    router = [(c.num_experts, e)] if c.num_experts else []
-    return [(c.vocab_size, e), (q + 2 * kv, e), (e, q), (2 * f, e), (e, f), *router]

@@ -8,7 +8,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 _RETRY_S = 0.2
@@ -16,39 +16,28 @@ LIMIT_S = 900.0  # then the caller continues without the lock
 
 
 @contextlib.contextmanager
-def exclusively(
-    file: Path,
-    waiting: Callable[[float], None] = lambda waited_s: None,
-    limit_s: float = LIMIT_S,
-) -> Iterator[bool]:
-    """Lock a file, created if needed; yield whether another process held the lock before.
-
-    ``waiting`` is called periodically with the seconds waited so far, at most ``limit_s``.
-    """
+def exclusively(file: Path, limit_s: float = LIMIT_S) -> Iterator[None]:
+    """Lock a file, created if needed, during the block; wait at most ``limit_s`` for others."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:  # read-only or full: processes that can write do the work
-        yield False
+        yield
         return
     try:
-        yield _wait(descriptor, waiting, limit_s)
+        _wait(descriptor, time.monotonic() + limit_s)
+        yield
     finally:
         os.close(descriptor)
 
 
-def _wait(descriptor: int, waiting: Callable[[float], None], limit_s: float) -> bool:
-    began_s = time.monotonic()
-    while True:
+def _wait(descriptor: int, until_s: float) -> None:
+    while time.monotonic() < until_s:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            waited_s = time.monotonic() - began_s
-            if waited_s > limit_s:
-                return True
-            waiting(waited_s)
             time.sleep(_RETRY_S)
         except OSError:  # this file system has no locks
-            return False
+            return
         else:
-            return time.monotonic() - began_s > _RETRY_S
+            return

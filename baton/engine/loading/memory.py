@@ -193,7 +193,7 @@ def _draft(engine: EngineShape) -> int:
 def _loading(engine: EngineShape) -> int:
     size = engine.element_bytes
     head_values = math.prod(engine.head_shape)
-    widest = max(math.prod(shape) for shape in _shapes(engine.config) - {engine.head_shape})
+    widest = max(math.prod(shape) for shape in product_shapes(engine.config)[1:])
     last_layer = engine.ranks * (2 * size * widest + _LOADING_BYTES)
     # embedding and head come first, before all other weights
     first_of_all = _head(engine) + _LOADING_BYTES - _layers(engine)
@@ -227,7 +227,9 @@ def _rank_process(c: ModelConfig, engine: EngineShape) -> int:
     if engine.generates_kernels or engine.quantisation != "none":
         process += 0 if has_own_kernels else _KERNEL_BYTES[engine.quantisation]
     if engine.numerics == "exact" and engine.generates_kernels:
-        process += _probes(_shapes(c) if engine.quantisation == "none" else _router_shapes(c))
+        process += _probes(
+            {*(product_shapes(c) if engine.quantisation == "none" else _router_shapes(c))}
+        )
     return process
 
 
@@ -237,8 +239,8 @@ def _draft_kernels(engine: EngineShape) -> int:
     is_plain = engine.quantisation == "none"
     generated = 0 if is_plain else _KERNEL_BYTES["none"]
     if engine.numerics == "exact":
-        known = _shapes(engine.config) if is_plain else set()
-        generated += _probes(_shapes(engine.draft) - known)
+        known = {*product_shapes(engine.config)} if is_plain else set()
+        generated += _probes({*product_shapes(engine.draft)} - known)
     return generated
 
 
@@ -254,22 +256,23 @@ def _packed(shape: tuple[int, ...], size: int, quantisation: str) -> int:
     return values * size
 
 
-def _shapes(c: ModelConfig) -> set[tuple[int, int]]:  # (outputs, inputs) of the products
+def product_shapes(c: ModelConfig) -> list[tuple[int, int]]:
+    """Return ``(outputs, inputs)`` of the model's products, the LM head first."""
     heads = c.num_heads * c.head_dim
     kv = c.num_kv_heads * c.head_dim
-    return {
+    return [
+        (c.vocab_size, c.hidden_size),
         (heads + 2 * kv, c.hidden_size),
         (c.hidden_size, heads),
         (2 * c.intermediate_size, c.hidden_size),
         (c.hidden_size, c.intermediate_size),
-        (c.vocab_size, c.hidden_size),
         *_router_shapes(c),
-    }
+    ]
 
 
-def _router_shapes(c: ModelConfig) -> set[tuple[int, int]]:
+def _router_shapes(c: ModelConfig) -> list[tuple[int, int]]:
     """Return the shape of the one product in a mixture that is never quantised."""
-    return {(c.num_experts, c.hidden_size)} if c.num_experts else set()
+    return [(c.num_experts, c.hidden_size)] if c.num_experts else []
 
 
 def _probes(shapes: set[tuple[int, int]]) -> int:

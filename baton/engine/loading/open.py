@@ -27,12 +27,6 @@ def open_weights(
 ) -> Iterator[Weights]:
     """Open weights by canonical name (``families.weight_table``), in ``dtype``, read on access.
 
-    Args:
-        artifact: Result of ``resolve_model``.
-        dtype: ``bf16`` or ``fp32``.
-        progress: Receives the progress of conversion and reading.
-        rows: Returns the rows to read of each weight.
-
     Raises:
         ModelError: A weight is missing or not supported.
     """

@@ -5,7 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -14,7 +14,6 @@ from baton.engine.process import messages
 from baton.engine.process.client import EngineClient
 from baton.engine.process.link import InnerLink
 from baton.engine.process.step_rates import StepRates
-from baton.engine.settings import EngineSettings
 from baton.telemetry.alive_clock import ALIVE
 from baton.types import events as ev
 from baton.types.errors import from_code
@@ -62,20 +61,6 @@ class EngineHandle:
         self._load_ns = time.monotonic_ns()  # time of ``load``
         self._submitted_ns = 0  # time of the last request
         client.listen(self._on_report)
-
-    @classmethod
-    async def start(
-        cls,
-        settings: EngineSettings,
-        on_progress: Callable[[str], None] = lambda _: None,
-        stderr: IO[bytes] | None = None,
-        count_task_failure: Callable[[str], None] = lambda _: None,
-    ) -> "EngineHandle":
-        """Start an engine; see ``EngineClient.start``."""
-        client = await EngineClient.start(
-            settings, on_progress, stderr, count_task_failure=count_task_failure
-        )
-        return cls(client)
 
     def unused_name(self, of: str) -> str:
         """Return a new request id; the engine may still be ending an earlier request."""

@@ -116,13 +116,7 @@ class ServerKind(Protocol):
 
 
 class ServerWatch:
-    """Looks at a server until it is gone, or another one.
-
-    Args:
-        origin: The server.
-        read: Reads its present properties.
-        expected: The properties with which it was attached.
-    """
+    """Looks at a server until it is gone, or ``read`` gives other properties than expected."""
 
     def __init__(
         self,

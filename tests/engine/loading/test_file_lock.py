@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -57,16 +59,20 @@ def test_one_of_several_converts_and_the_next_takes_over_from_one_that_was_kille
 
 def test_a_turn_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
     file = tmp_path / "below" / "lock"
-    waits: list[float] = []
-    with exclusively(file) as after_others:
-        assert not after_others
-        with exclusively(file, waiting=waits.append, limit_s=0.3) as late:  # as others would
-            assert late and waits
-    with exclusively(file) as after_others:
-        assert not after_others
+    with exclusively(file):
+        began_s = time.monotonic()
+        with exclusively(file, limit_s=0.3):  # as others would
+            assert time.monotonic() - began_s >= 0.3
+        waiting = Thread(target=lambda: exclusively(file, limit_s=20.0).__enter__())
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+    waiting.join(5.0)
+    assert not waiting.is_alive()
 
 
 def test_where_nothing_can_be_written_nobody_waits(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with exclusively(tmp_path / "file" / "lock") as after_others:
-        assert not after_others
+    began_s = time.monotonic()
+    with exclusively(tmp_path / "file" / "lock"):
+        assert time.monotonic() - began_s < 1.0

@@ -223,7 +223,7 @@ EMULATED = EngineSettings(
 
 async def test_an_emulated_engine_of_a_fleet_is_a_thread_that_answers_and_ends() -> None:
     before, threads = children(), threading.active_count()
-    handle = await EngineHandle.start(EMULATED)
+    handle = EngineHandle(await EngineClient.start(EMULATED))
     assert handle.client.pid == os.getpid()
     assert handle.client.ready.numerics_id == "emulated/epyc-135m"
     assert handle.client.ready.max_context_tokens == 8192
@@ -250,9 +250,8 @@ async def test_an_emulated_engine_of_a_fleet_is_a_thread_that_answers_and_ends()
 
 
 async def test_a_request_that_arrives_during_a_step_waits_in_the_queue() -> None:
-    handle = await EngineHandle.start(
-        msgspec.structs.replace(EMULATED, max_step_tokens=4096, kv_blocks=512)
-    )
+    settings = msgspec.structs.replace(EMULATED, max_step_tokens=4096, kv_blocks=512)
+    handle = EngineHandle(await EngineClient.start(settings))
     ends: asyncio.Queue[ev.Ended] = asyncio.Queue()
 
     def hear(report: object) -> None:

@@ -10,7 +10,6 @@ import pytest
 from loadtest.client.processes import ClientFailedError, run_clients
 from loadtest.client.records import CallRecord, ServerOptions
 from loadtest.metrics.request_figures import ttft_s
-from loadtest.workloads.lengths import parse_lengths
 from loadtest.workloads.plan import Conversation, Plan, Segment, Turn
 from loadtest.workloads.synthetic import OpenLoop, Sessions, open_loop_plan, session_plan
 from tests.loadtest.tiny_server import Stream, tiny_server, words
@@ -21,7 +20,7 @@ def options(url: str, **changes: object) -> ServerOptions:
 
 
 def even(requests: int, rate: float, **changes: object) -> Plan:
-    fields = {"prompt_tokens": parse_lengths("8"), "answer_tokens": parse_lengths("3"), "cv": 0.0}
+    fields = {"prompt_tokens": "8", "answer_tokens": "3", "cv": 0.0}
     load = OpenLoop(requests=requests, rate=rate, **{**fields, **changes})
     return open_loop_plan(load, name="even", seed=1)
 
@@ -81,8 +80,8 @@ async def test_a_conversation_waits_for_answers_and_carries_them_on():
         sessions=2,
         turns=2,
         system_tokens=4,
-        prompt_tokens=parse_lengths("5"),
-        answer_tokens=parse_lengths("2"),
+        prompt_tokens="5",
+        answer_tokens="2",
         think_s=0.05,
     )
     plan = session_plan(load, name="sessions", seed=3)

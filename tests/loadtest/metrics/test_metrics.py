@@ -1,13 +1,14 @@
 """Figures: what each formula counts, and what no run can break."""
 
 import math
+from typing import get_args
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.client.records import ENDS, CallRecord, ClientReport
+from loadtest.client.records import CallRecord, ClientReport, End
 from loadtest.metrics import request_figures as figures
 from loadtest.metrics.confidence import interval
 from loadtest.metrics.summary import Distribution, LatencyGoals, parse_slo, summarise
@@ -128,7 +129,7 @@ def any_record(draw) -> CallRecord:
         sent_s=intended + late,
         chunk_s=chunks,
         ended_s=moment,
-        end=draw(st.sampled_from(ENDS)),
+        end=draw(st.sampled_from(get_args(End))),
         answer_tokens=draw(st.sampled_from([None, len(chunks), 3 * len(chunks)])),
     )
 

@@ -143,7 +143,7 @@ def test_a_scale_must_be_above_zero(wrong):
 
 
 def open_loop(**changes: object) -> OpenLoop:
-    fields = {"prompt_tokens": parse_lengths("20"), "answer_tokens": parse_lengths("5")}
+    fields = {"prompt_tokens": "20", "answer_tokens": "5"}
     return OpenLoop(requests=400, rate=10.0, **{**fields, **changes})
 
 
@@ -189,8 +189,8 @@ def test_sessions_begin_anew_and_tools_answer_at_once(users, sessions, turns, to
         sessions=sessions,
         turns=turns,
         tool_calls=tools,
-        prompt_tokens=parse_lengths("9"),
-        answer_tokens=parse_lengths("3"),
+        prompt_tokens="9",
+        answer_tokens="3",
     )
     plan = session_plan(load, name="s", seed=1)
     assert [t.index for t in plan.turns()] == list(range(users * sessions * turns * (1 + tools)))

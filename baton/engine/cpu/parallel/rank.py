@@ -135,7 +135,7 @@ def serve(
     torch.set_num_threads(settings.threads)
     choose_native(settings.native)
     leader.sendall(ranks.frame(ranks.Started()))
-    group = Group(number, settings.tensor_parallel, store, torch.device("cpu"))
+    group = Group(number, settings.tensor_parallel, store)
     artifact = resolve_model(settings.model)
     shard = Shard(artifact.config, number, group, own_pools=settings.own_pools)
     numerics = numerics_of(settings.numerics)

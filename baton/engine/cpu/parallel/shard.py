@@ -69,7 +69,7 @@ _T = TypeVar("_T")
 
 
 class Group:
-    """Collectives between the ranks of one replica: gloo on the CPU, NCCL on CUDA.
+    """Collectives between the ranks of one replica, by gloo.
 
     All ranks make every call, in the same order. No process-wide default group is set.
 
@@ -83,7 +83,6 @@ class Group:
         rank: int,
         ranks: int,
         store: str,
-        device: torch.device,
         explain: Callable[[Exception], RankError] | None = None,
     ) -> None:
         self.rank = rank
@@ -93,7 +92,7 @@ class Group:
         try:
             self._store = FileStore(store, ranks)
             self._store.set_timeout(patience)
-            self._group = _backend(device, self._store, rank, ranks, patience)
+            self._group = _backend(self._store, rank, ranks, patience)
         except RuntimeError as error:
             raise self._explain(error) from error
         self._patience = patience
@@ -146,13 +145,7 @@ def _broken(cause: Exception) -> RankError:
     return RankError(f"{GROUP_BROKE}: {str(cause).splitlines()[0]}")
 
 
-def _backend(device: torch.device, store: Store, rank: int, ranks: int, patience: timedelta) -> Any:
-    if device.type == "cuda":
-        from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds
-
-        nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = patience  # noqa: SLF001
-        return ProcessGroupNCCL(store, rank, ranks, nccl)
+def _backend(store: Store, rank: int, ranks: int, patience: timedelta) -> Any:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001 - the only way to name an interface
     options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
@@ -177,7 +170,7 @@ def lead(config: ModelConfig, ranks: RankProcesses, *, own_pools: bool = False) 
     """Return the leader's shard, with its group connected."""
     splits_of(config, ranks.count)  # raises before any rank waits
     ranks.wait_until(Started)  # the group would wait for a rank that dies before it joins
-    group = Group(LEADER, ranks.count, ranks.store, torch.device("cpu"), ranks.failure)
+    group = Group(LEADER, ranks.count, ranks.store, ranks.failure)
     return Shard(config, LEADER, group, ranks, own_pools=own_pools)
 
 
