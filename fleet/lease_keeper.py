@@ -68,7 +68,9 @@ class LeaseKeeper:
         self._began = threading.Event()
         self._stop = threading.Event()
         self._problem: Exception | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True, name="lease")
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._keep()), daemon=True, name="lease"
+        )
         self.taken_by: LeaseHolder | None = None
 
     def start(self) -> None:
@@ -88,9 +90,6 @@ class LeaseKeeper:
         """Release the lease, for the next supervisor."""
         self._stop.set()
         self._thread.join(RENEW_EVERY_S)
-
-    def _run(self) -> None:
-        asyncio.run(self._keep())
 
     async def _keep(self) -> None:
         try:

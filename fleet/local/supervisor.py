@@ -219,13 +219,11 @@ class Supervisor:
         )
 
     def _save_state(self) -> None:
-        if (me := ProcessKey.of(os.getpid())) is None:
-            raise FleetError("cannot read /proc")
         fleet_state.save(
             FleetState(
                 name=self._name,
                 fleet=self._config.fleet,
-                supervisor=me,
+                supervisor=ProcessKey.own(),
                 run_folder=str(self._run_folder),
                 url=self.url,
                 redis_url=self._redis.url,
