@@ -168,13 +168,7 @@ class Supervisor:
         fleet_state.enter(self._run_folder)
         self._save_state()
         self._progress.awaited = "Redis"
-        self._redis.start(
-            self._run_folder,
-            self._logs,
-            self.announced_url,
-            on_cluster=self._cluster is not None,
-            take_over=self._cluster is not None and self._cluster.take_over,
-        )
+        self._redis.start(self._run_folder, self._logs, self.announced_url, self._cluster)
         self._save_state()
         sums = fleet_state.state_folder(self._name) / "transfers.json"
         sums.unlink(missing_ok=True)  # an earlier fleet's sums; a restarted router resumes its own
