@@ -4,16 +4,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.registry.lease import LeaseHolder
 from fleet.lease_keeper import LeaseKeeper
 from fleet.local.checks.redis_check import check_external, redacted
 from fleet.local.redis_server import EmbeddedRedis, RedisKeeper, server_program
-
-if TYPE_CHECKING:
-    from fleet.local.cluster_pools import RayCluster
 
 
 class FleetRedis:
@@ -26,12 +22,11 @@ class FleetRedis:
         self._lease: LeaseKeeper | None = None  # of the fleet's name on a shared Redis
         self.url = ""
 
-    def start(
-        self, run_folder: Path, logs: Path, lease_url: str, cluster: "RayCluster | None"
-    ) -> None:
+    def start(self, run_folder: Path, logs: Path, lease_url: str, take_over: bool | None) -> None:
         """Start or check the server, and take the lease of a shared one.
 
-        ``lease_url`` is written into the lease, which may be taken from a live supervisor.
+        ``lease_url`` is written into the lease, which ``take_over`` takes from a live supervisor;
+        None: not on a cluster, which could keep the workers.
 
         Raises:
             RedisError: The server cannot be used.
@@ -48,10 +43,9 @@ class FleetRedis:
         self.url = self._config.redis
         self._say(f"redis is {server} at {redacted(self._config.redis)}")
         fix = "stop it there, or set another name with `fleet:` or another Redis"
-        by_force = False
-        if cluster is not None:
+        if take_over is not None:
             fix = "stop it there, or use --take-over, which keeps its workers running"
-            by_force = cluster.take_over
+        by_force = bool(take_over)
         self._lease = LeaseKeeper(self.url, self._config.fleet, lease_url, fix, by_force=by_force)
         self._lease.start()
 

@@ -168,7 +168,8 @@ class Supervisor:
         fleet_state.enter(self._run_folder)
         self._save_state()
         self._progress.awaited = "Redis"
-        self._redis.start(self._run_folder, self._logs, self.announced_url, self._cluster)
+        take_over = self._cluster.take_over if self._cluster is not None else None
+        self._redis.start(self._run_folder, self._logs, self.announced_url, take_over)
         self._save_state()
         sums = fleet_state.state_folder(self._name) / "transfers.json"
         sums.unlink(missing_ok=True)  # an earlier fleet's sums; a restarted router resumes its own
