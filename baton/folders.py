@@ -39,6 +39,13 @@ def cache_root() -> Path:
     return _temporary()
 
 
+def make_private(folder: Path) -> None:
+    """Create a folder if needed, and close one that was made otherwise to other users."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_mode & 0o077:
+        folder.chmod(0o700)
+
+
 def replace_file(file: Path, contents: bytes, *, durable: bool = False) -> None:
     """Replace a file at once by one that only this user may read.
 

@@ -60,7 +60,7 @@ class LeaseKeeper:
     def __init__(
         self, redis_url: str, fleet: str, url: str, fix: str = "", *, by_force: bool = False
     ) -> None:
-        self._redis_url = redis_url
+        self._registry = Registry(redis_url, fleet)
         self._fleet = fleet
         self._fix = fix
         self._by_force = by_force
@@ -68,7 +68,9 @@ class LeaseKeeper:
         self._began = threading.Event()
         self._stop = threading.Event()
         self._problem: Exception | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True, name="lease")
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._keep()), daemon=True, name="lease"
+        )
         self.taken_by: LeaseHolder | None = None
 
     def start(self) -> None:
@@ -89,27 +91,13 @@ class LeaseKeeper:
         self._stop.set()
         self._thread.join(RENEW_EVERY_S)
 
-    def _run(self) -> None:
-        asyncio.run(self._keep())
-
     async def _keep(self) -> None:
-        try:
-            registry = Registry(self._redis_url, self._fleet)
-        except Exception as error:  # noqa: BLE001 - raised in `start`
-            self._problem = error
-            self._began.set()
-            return
-        try:
-            await self._hold(FleetLease(registry, self._me))
-        finally:
-            await registry.close()
-
-    async def _hold(self, lease: FleetLease) -> None:
+        lease = FleetLease(self._registry, self._me)
         try:
             await take_lease(lease, self._fleet, self._fix, by_force=self._by_force)
         except Exception as error:  # noqa: BLE001 - raised in `start`
             self._problem = error
-            return
+            self._stop.set()
         finally:
             self._began.set()
         while self.taken_by is None:
@@ -117,8 +105,10 @@ class LeaseKeeper:
                 break
             with contextlib.suppress(RegistryUnavailableError):
                 self.taken_by = await lease.renew()
-        with contextlib.suppress(RegistryUnavailableError):
-            await lease.give_up()
+        if self._problem is None:
+            with contextlib.suppress(RegistryUnavailableError):
+                await lease.give_up()
+        await self._registry.close()
 
 
 def _pid_space() -> str:

@@ -20,6 +20,13 @@ class ProcessKey(NamedTuple):
         stat = _stat(pid)
         return cls(pid, stat[1]) if stat is not None else None
 
+    @classmethod
+    def own(cls) -> "ProcessKey":
+        """Return the key of this process."""
+        if (key := cls.of(os.getpid())) is None:
+            raise RuntimeError("cannot read /proc")
+        return key
+
     def find(self) -> psutil.Process | None:
         """Return the process if it is still the same one and not a zombie."""
         stat = _stat(self.pid)

@@ -146,10 +146,10 @@ class Registry:
         for tier in TIERS if record.incarnation else ():
             await self.blocks.forget(tier_incarnation(record.incarnation, tier))
 
-    async def write_slots(self, records: Sequence[WorkerRecord], ttl_s: float = SLOT_TTL_S) -> None:
+    async def write_slots(self, records: Sequence[WorkerRecord]) -> None:
         """Write the controller's records of slots (starting, draining, dead) in one round trip."""
         if records:
-            puts = (put for record in records for put in self._put("slot", record, ttl_s))
+            puts = (put for record in records for put in self._put("slot", record, SLOT_TTL_S))
             await self.send(*puts, *self._changed())
 
     async def records(self) -> tuple[dict[str, WorkerRecord], dict[str, WorkerRecord]]:

@@ -192,7 +192,8 @@ class RegistryWatcher:
                 _LOG.warning("using the last known workers, registry unreachable: %s", error)
             self.connected = False
             self._missing_since_s.clear()
-            return [] if self.workers else self._apply(self._last_known())
+            last_known = self.workers or kept(self._file, dict[str, WorkerRecord]) or {}
+            return self._apply(last_known)
         self.connected = True
         self._changes = changes
         self._whole_s = now_s + WHOLE_S
@@ -230,6 +231,3 @@ class RegistryWatcher:
         if changes:
             keep(self._file, self.workers)
         return changes
-
-    def _last_known(self) -> dict[str, WorkerRecord]:
-        return kept(self._file, dict[str, WorkerRecord]) or {}

@@ -10,9 +10,6 @@ _Seconds = Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000_000)]
 _Model = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
-AMOUNTS = ("rpm", "tpm", "tpd", "concurrent", "budget")
-"""Fields with an amount that routers count, in the order in which they are shown."""
-
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Amount of one calendar month (UTC)."""

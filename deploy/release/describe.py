@@ -38,10 +38,10 @@ def locked(lock: str) -> dict[tuple[str, str], list[str]]:
     }
 
 
-def runtime_packages(name: str = PACKAGE) -> dict[str, importlib.metadata.Distribution]:
-    """Return the distributions that a package needs, itself included, by normalised name."""
+def runtime_packages() -> dict[str, importlib.metadata.Distribution]:
+    """Return the distributions that Baton needs, itself included, by normalised name."""
     found: dict[str, importlib.metadata.Distribution] = {}
-    waiting = [(name, frozenset[str]())]
+    waiting = [(PACKAGE, frozenset[str]())]
     seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
         wanted, extras = waiting.pop()

@@ -16,6 +16,10 @@ from router.routing.placement.cost import Terms
 _BAR = 30
 _SHOWN_CANDIDATES = 8
 
+NewestOption = Annotated[
+    bool, typer.Option("--newest", help="List the latest requests, not the slowest.")
+]
+
 
 def explain(
     request_id: Annotated[
@@ -26,9 +30,7 @@ def explain(
         ),
     ] = None,
     fleet: FleetOption = None,
-    newest: Annotated[
-        bool, typer.Option("--newest", help="List the latest requests, not the slowest.")
-    ] = False,
+    newest: NewestOption = False,
     limit: Annotated[
         int, typer.Option("--limit", "-n", min=1, max=500, help="Number of listed requests.")
     ] = 20,

@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import psutil
 import typer
@@ -38,7 +38,7 @@ from fleet.local.log_files import LastingConsole, terminal
 from fleet.local.redis_server import RedisError
 from fleet.local.state import FleetState
 from fleet.local.supervisor import FleetError, RayLostError, Supervisor
-from fleet.pools.cluster_call import ClusterCall
+from fleet.pools.cluster_call import ClusterCall, ClusterReply
 from fleet.pools.nodes import CapacityError
 from loadtest.commands.option_groups import with_options
 
@@ -148,12 +148,16 @@ def up(
         fail(str(error))
 
 
-def _show_plan(config: FleetConfig, address: str) -> None:
-    call = ClusterCall(verb="plan", address=address, config_json=config.to_json())
+def _called(verb: Literal["plan", "clean"], config: FleetConfig, address: str) -> ClusterReply:
+    call = ClusterCall(verb=verb, address=address, config_json=config.to_json())
     try:
-        places = call_cluster(call, Path(os.devnull)).places
+        return call_cluster(call, Path(os.devnull))
     except CapacityError as error:
         fail(str(error))
+
+
+def _show_plan(config: FleetConfig, address: str) -> None:
+    places = _called("plan", config, address).places
     table = Table("worker", "node")
     for worker_id, node in places.items():
         table.add_row(worker_id, escape(node) or "[red]no node has room[/]")
@@ -253,11 +257,7 @@ def _clean_cluster(config: FleetConfig, address: str) -> None:
     for state in fleet_state.load_all():
         if state.fleet == config.fleet:  # else its supervisor restarts what is ended here
             _bring_down(state)
-    call = ClusterCall(verb="clean", address=address, config_json=config.to_json())
-    try:
-        left = call_cluster(call, Path(os.devnull)).left
-    except CapacityError as error:
-        fail(str(error))
+    left = _called("clean", config, address).left
     typer.echo(f"{config.fleet}: removed from the cluster ({left} leftovers ended)")
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fleet.cli.common import FleetOption, emulated_note, get_json, running_fleet
-from fleet.cli.explain import list_of
+from fleet.cli.explain import NewestOption, list_of
 from fleet.cli.top_screen import Scrolled, keys, next_key
 from fleet.local.state import FleetState
 
@@ -32,9 +32,7 @@ def top(
         float, typer.Option("--every", help="Seconds between updates.", min=0.2, max=60)
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
-    newest: Annotated[
-        bool, typer.Option("--newest", help="List the latest requests, not the slowest.")
-    ] = False,
+    newest: NewestOption = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the figures of one frame as JSON and exit.")
     ] = False,

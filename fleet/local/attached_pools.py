@@ -14,7 +14,7 @@ import msgspec
 from baton.config.fleet_file import FleetConfig
 from fleet.attached.process import AttachedSettings
 from fleet.attached.sources import ServerSource
-from fleet.local.subprocesses import die_with_parent
+from fleet.local.subprocesses import die_with_parent, end_child
 from fleet.pools.resources import ControllerSpec, exit_reason
 from fleet.private_logs import open_log
 
@@ -134,11 +134,7 @@ class AttachedPools:
         if process is None or process.poll() is not None:
             return
         process.terminate()
-        try:
-            process.wait(_STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_child(process, _STOP_LIMIT_S)
 
     def _read(self, process: "subprocess.Popen[bytes]") -> None:
         """Read the lines of the process until it ends."""

@@ -65,10 +65,10 @@ class ClusterPools:
         self._ray_address = address
         self._redis = redis
         self._log = log
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, daemon=True, name="cluster")
         self._tasks = BackgroundTasks("cluster pools")
-        self._registry: Registry | None = None
+        self._registry = Registry(redis.url, config.fleet)
         self._news: deque[str] = deque()
         self._spec: ControllerSpec | None = None
         self.adopted = False  # the fleet existed before this process, or has served
@@ -82,12 +82,7 @@ class ClusterPools:
             CapacityError: The cluster cannot be reached or cannot hold the fleet.
         """
         self._spec = spec
-        ready = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run_loop, args=(ready,), daemon=True, name="cluster"
-        )
         self._thread.start()
-        ready.wait()
         replies = [self._call(self._ensure(lane), CALL_LIMIT_S + 5) for lane in self._specs()]
         self.address = replies[0].address
         self.adopted = any(reply.was_there for reply in replies)
@@ -154,7 +149,7 @@ class ClusterPools:
             leave: Keep workers and controller running for the next `up`, if they existed before
                 this process or have served under it.
         """
-        if self._loop is None:
+        if not self._thread.is_alive():
             return
         with contextlib.suppress(TimeoutError, RegistryUnavailableError):
             self._call(self._tasks.close(), 3.0)
@@ -163,16 +158,11 @@ class ClusterPools:
                 self._call(self._stop_lanes({*self._specs(), *self._ended}), 10.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _run_loop(self, ready: threading.Event) -> None:
-        self._loop = asyncio.new_event_loop()
+    def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._registry = Registry(self._redis.url, self._config.fleet)
-        ready.set()
         self._loop.run_forever()
 
     def _call(self, work: Coroutine[Any, Any, _T], limit_s: float) -> _T:
-        if self._loop is None:
-            raise RuntimeError("the cluster thread is not running")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(limit_s)
@@ -180,16 +170,11 @@ class ClusterPools:
             future.cancel()
             raise
 
-    def _connected(self) -> Registry:
-        if self._registry is None:
-            raise RuntimeError("the cluster thread is not running")
-        return self._registry
-
     def _specs(self) -> dict[str, ControllerSpec]:
         return specs_of(self._config, self._spec) if self._spec is not None else {}
 
     def _orders(self, lane: str) -> AdminCommands:
-        return AdminCommands(self._connected().of_lane(lane))
+        return AdminCommands(self._registry.of_lane(lane))
 
     async def _stop_lanes(self, lanes: Iterable[str]) -> None:
         asked = [self._orders(lane).ask("stop", timeout_s=_STOP_LIMIT_S) for lane in lanes]

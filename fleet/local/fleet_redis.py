@@ -22,12 +22,11 @@ class FleetRedis:
         self._lease: LeaseKeeper | None = None  # of the fleet's name on a shared Redis
         self.url = ""
 
-    def start(
-        self, run_folder: Path, logs: Path, lease_url: str, *, on_cluster: bool, take_over: bool
-    ) -> None:
+    def start(self, run_folder: Path, logs: Path, lease_url: str, take_over: bool | None) -> None:
         """Start or check the server, and take the lease of a shared one.
 
-        ``lease_url`` is written into the lease, which ``take_over`` takes from a live supervisor.
+        ``lease_url`` is written into the lease, which ``take_over`` takes from a live supervisor;
+        None: not on a cluster, which could keep the workers.
 
         Raises:
             RedisError: The server cannot be used.
@@ -44,9 +43,10 @@ class FleetRedis:
         self.url = self._config.redis
         self._say(f"redis is {server} at {redacted(self._config.redis)}")
         fix = "stop it there, or set another name with `fleet:` or another Redis"
-        if on_cluster:
+        if take_over is not None:
             fix = "stop it there, or use --take-over, which keeps its workers running"
-        self._lease = LeaseKeeper(self.url, self._config.fleet, lease_url, fix, by_force=take_over)
+        by_force = bool(take_over)
+        self._lease = LeaseKeeper(self.url, self._config.fleet, lease_url, fix, by_force=by_force)
         self._lease.start()
 
     def keep(self) -> None:

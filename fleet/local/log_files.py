@@ -12,6 +12,7 @@ from rich.console import Console
 from fleet.private_logs import open_log
 
 LOG_LIMIT_BYTES = 16 * 2**20
+_TAIL_LINES = 12
 # The folder may also have logs of other programs.
 _OURS = (
     *("router.log", "router-*.log", "redis.log", "controller.log", "ray.log", "attached.log"),
@@ -36,13 +37,13 @@ def rotate(folder: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
                 os.truncate(file, 0)
 
 
-def tail(folder: Path, name: str, lines: int = 12) -> str:
+def tail(folder: Path, name: str) -> str:
     """Return the last lines of a process's log, for a message."""
     try:
         text = (folder / f"{name}.log").read_text(errors="replace")
     except OSError:
         return f"(its log is on its node: `baton logs {name}`)"
-    return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+    return "\n".join(f"  {line}" for line in text.splitlines()[-_TAIL_LINES:])
 
 
 def terminal() -> TextIO:

@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 import redis
 
-from fleet.local.subprocesses import die_with_parent
+from fleet.local.subprocesses import die_with_parent, end_child
 from fleet.private_logs import open_log
 
 _START_LIMIT_S = 10.0
@@ -122,11 +122,7 @@ class EmbeddedRedis:
         """Stop the server and remove its folder."""
         if self._process is not None:
             self._process.terminate()
-            try:
-                self._process.wait(_STOP_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            end_child(self._process, _STOP_LIMIT_S)
             self._process = None
         self.socket_path.unlink(missing_ok=True)
         if self._own_folder:

@@ -21,7 +21,7 @@ import psutil
 
 from baton.addresses import join_address
 from fleet.local.checks.preflight import BACKLOG, claim_socket
-from fleet.local.subprocesses import die_with_parent
+from fleet.local.subprocesses import die_with_parent, end_child
 from fleet.pools.resources import exit_reason
 from fleet.private_logs import open_log
 from router.frontend.group.member import alive_path
@@ -114,14 +114,6 @@ class _Life:
         self.awaited_s += min(now_s - self.looked_at_s, _LOOK_COUNTS_S)
         self.looked_at_s = now_s
         return self.awaited_s > _START_LIMIT_S
-
-    def wait(self, limit_s: float) -> None:
-        """Wait for the process, and kill it after the limit."""
-        try:
-            self.process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 class RouterFailedError(RuntimeError):
@@ -217,17 +209,15 @@ class RouterProcesses:
         """
         now_s = time.monotonic()
         for index, life in enumerate(self._lives):
-            if life is None and self._launch is not None and now_s >= self._start_at_s[index]:
-                self._begin_again(index, now_s, say)
-            elif life is not None and life.ended:
+            if life is not None and life.ended:
                 self._note_death(index, life, now_s)
                 cause = exit_reason(life.process.returncode)
                 say(f"{router_name(index)} died ({cause}); restarting it")
                 self._lives[index] = None
-                if now_s >= self._start_at_s[index]:
-                    self._begin_again(index, now_s, say)
-        for life in [life for life in self._leaving if life.ended]:
-            self._leaving.remove(life)
+            is_due = self._launch is not None and now_s >= self._start_at_s[index]
+            if self._lives[index] is None and is_due:
+                self._begin_again(index, now_s, say)
+        self._leaving = [life for life in self._leaving if not life.ended]
         self._replace(say)
 
     def _begin_again(self, index: int, now_s: float, say: Callable[[str], None]) -> None:
@@ -277,7 +267,7 @@ class RouterProcesses:
                 self._leaving.append(last)
             say(f"{router_name(index)} was replaced; the old process finishes its responses")
         elif self._next.is_late(time.monotonic()) or self._next.ended:
-            self._next.wait(0.0)
+            end_child(self._next.process, 0.0)
             self._next = None
             self._break_off(f"the successor of {router_name(index)} does not serve", say)
             return
@@ -314,7 +304,7 @@ class RouterProcesses:
         """Wait for all routers, and kill those that exceed the limit."""
         until_s = time.monotonic() + limit_s
         for life in self._all():
-            life.wait(max(until_s - time.monotonic(), 0.0))
+            end_child(life.process, max(until_s - time.monotonic(), 0.0))
 
     def _all(self) -> Sequence[_Life]:
         lives = (*self._lives, self._next, *self._leaving)

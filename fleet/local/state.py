@@ -29,7 +29,7 @@ import psutil
 from baton.config.fleet_file import FleetConfig
 from baton.config.network import TlsFiles
 from baton.config.secrets import SecretError, read_tokens
-from baton.folders import home_folder, replace_file
+from baton.folders import home_folder, make_private, replace_file
 from baton.tenants.audit import file as audit
 from fleet.local.subprocesses import end_processes
 from fleet.process_key import ProcessKey
@@ -82,14 +82,12 @@ def state_folder(name: str) -> Path:
     """Return one fleet's folder, which is private to this user."""
     folder = home() / name
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(folder)
     except OSError as error:
         raise OSError(
             f"cannot make {folder} ({error.strerror}): set BATON_HOME to a folder that this user "
             "can write"
         ) from error
-    if folder.stat().st_mode & 0o077:  # of an earlier version, or made by hand
-        folder.chmod(0o700)
     return folder
 
 

@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import os
 import signal
-import time
+import subprocess
 from collections.abc import Callable, Iterable
 
 import psutil
@@ -12,7 +12,7 @@ import psutil
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(signal_number: int = signal.SIGKILL) -> Callable[[], None]:
+def die_with_parent() -> Callable[[], None]:
     """Return a ``preexec_fn`` that ends the child when the parent *thread* ends.
 
     The library is loaded before the fork; after it the child makes one system call only. If the
@@ -22,11 +22,20 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> Callable[[], None]:
     parent = os.getpid()
 
     def in_child() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
 
     return in_child
+
+
+def end_child(child: "subprocess.Popen[bytes]", limit_s: float) -> None:
+    """Wait for a child that was told to end, and kill it after the limit."""
+    try:
+        child.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> None:
@@ -35,8 +44,7 @@ def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> None:
     for process in waiting:
         with contextlib.suppress(psutil.Error):
             process.terminate()
-    deadline = time.monotonic() + grace_s
-    _, left = psutil.wait_procs(waiting, timeout=max(0.0, deadline - time.monotonic()))
+    _, left = psutil.wait_procs(waiting, timeout=grace_s)
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()

@@ -168,13 +168,8 @@ class Supervisor:
         fleet_state.enter(self._run_folder)
         self._save_state()
         self._progress.awaited = "Redis"
-        self._redis.start(
-            self._run_folder,
-            self._logs,
-            self.announced_url,
-            on_cluster=self._cluster is not None,
-            take_over=self._cluster is not None and self._cluster.take_over,
-        )
+        take_over = self._cluster.take_over if self._cluster is not None else None
+        self._redis.start(self._run_folder, self._logs, self.announced_url, take_over)
         self._save_state()
         sums = fleet_state.state_folder(self._name) / "transfers.json"
         sums.unlink(missing_ok=True)  # an earlier fleet's sums; a restarted router resumes its own
@@ -219,13 +214,11 @@ class Supervisor:
         )
 
     def _save_state(self) -> None:
-        if (me := ProcessKey.of(os.getpid())) is None:
-            raise FleetError("cannot read /proc")
         fleet_state.save(
             FleetState(
                 name=self._name,
                 fleet=self._config.fleet,
-                supervisor=me,
+                supervisor=ProcessKey.own(),
                 run_folder=str(self._run_folder),
                 url=self.url,
                 redis_url=self._redis.url,

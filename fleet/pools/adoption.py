@@ -16,6 +16,8 @@ from fleet.pools.slots import LivingWorker
 
 _LOG = logging.getLogger("fleet.pools.controller")
 
+_STRANGERS_EVERY_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class RunningActor:
@@ -68,9 +70,11 @@ async def running_actors(fleet: str) -> tuple[list[RunningActor], dict[str, int]
 
 
 async def end_strangers(fleet: str, lives: LifeTable) -> None:
-    """End the fleet's actors that are not followed, such as one whose end was lost."""
-    with contextlib.suppress(RayError):
-        names = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
-        for worker_id, named in lives.strangers(actors_among(names, fleet)):
-            _LOG.warning("ending an unknown process of worker=%s epoch=%d", worker_id, named)
-            end_actor(actor_name(fleet, worker_id, named), NAMESPACE)
+    """End the fleet's actors that are not followed, such as one whose end was lost, for ever."""
+    while True:
+        await asyncio.sleep(_STRANGERS_EVERY_S)
+        with contextlib.suppress(RayError):
+            names = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
+            for worker_id, named in lives.strangers(actors_among(names, fleet)):
+                _LOG.warning("ending an unknown process of worker=%s epoch=%d", worker_id, named)
+                end_actor(actor_name(fleet, worker_id, named), NAMESPACE)

@@ -10,22 +10,19 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
 from baton.config.clients import SloConfig
 from baton.planner.planner import Planner, best_split
 from baton.planner.sizes import SizePlanner
-from baton.planner.state import Decision, Nothing, Resize, RoleChange
+from baton.planner.state import Decision, Nothing, Resize, RoleChange, WorkerState
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.router_demands import PlannedSizes, RouterDemand, RouterDemands, Sleep
 from baton.registry.types import Role
 from baton.types.slo import Slo
-
-if TYPE_CHECKING:
-    from fleet.pools.audited_commands import AuditedChanges
 
 _LOG = logging.getLogger("fleet.pools.planner")
 
@@ -43,6 +40,23 @@ class AppliedDecision(msgspec.Struct, frozen=True, kw_only=True):
     decision: Decision
     done: bool = False
     refused: str = ""  # why it was not applied, although it was to be
+
+
+class PlannedFleet(Protocol):
+    """Workers that the planner observes, and the changes that it makes."""
+
+    @property
+    def sizes(self) -> Mapping[Role, int]:
+        """Return the pool sizes that were asked for last."""
+
+    def workers(self) -> Sequence[WorkerState]:
+        """Return the ready workers."""
+
+    async def change_role(self, worker_id: str, role: Role, reason: str) -> str:
+        """Give a worker another role; return why it cannot have it, or ""."""
+
+    async def resize(self, sizes: Mapping[Role, int], reason: str) -> str:
+        """Change the pool sizes; return why that is not possible, or ""."""
 
 
 class RolePlanning:
@@ -81,13 +95,13 @@ class RolePlanning:
             "decisions": [msgspec.to_builtins(decided) for decided in reversed(self._decided)],
         }
 
-    async def run(self, fleet: "AuditedChanges") -> None:
+    async def run(self, fleet: PlannedFleet) -> None:
         """Plan until cancelled."""
         while self._planner is not None:
             await self.plan(self._planner, fleet)
             await asyncio.sleep(PLAN_EVERY_S if any(fleet.sizes.values()) else WAKE_EVERY_S)
 
-    async def plan(self, planner: Planner, fleet: "AuditedChanges") -> None:
+    async def plan(self, planner: Planner, fleet: PlannedFleet) -> None:
         """Observe and decide once; apply the decision in ``auto``, or if no worker is there."""
         try:
             reported = await self._demands.read()
@@ -112,7 +126,7 @@ class RolePlanning:
         with contextlib.suppress(RegistryUnavailableError):
             await self._demands.report_plan(msgspec.structs.replace(plan, asleep=self.asleep))
 
-    async def _apply(self, decision: Decision, fleet: "AuditedChanges") -> str:
+    async def _apply(self, decision: Decision, fleet: PlannedFleet) -> str:
         """Apply a decision; return why that is not possible, or ""."""
         match decision:
             case RoleChange():

@@ -50,7 +50,6 @@ _LOG = logging.getLogger("fleet.pools.controller")
 _REFRESH_S = 5.0  # of the slots' records in Redis
 _STEP_S = 0.25
 _NODES_EVERY_S = 2.0
-_STRANGERS_EVERY_S = 10.0
 _STOP_LIMIT_S = 4.0
 _NS = 1_000_000_000
 _PLACE_LIMIT_NS = 3600 * _NS  # for a node that an autoscaler starts
@@ -96,7 +95,8 @@ class ControllerActor:
             self._tasks.keep(self._loop, "controller loop")
             self._tasks.keep(self._answer_operators, "operators")
             self._tasks.keep(self._watch_nodes, "nodes")
-            self._tasks.keep(self._end_strangers, "strangers")
+            followed = partial(end_strangers, self._config.fleet, self._lives)
+            self._tasks.keep(followed, "strangers")
             planned = AuditedChanges(self._desk, self._audit)
             self._tasks.keep(partial(self._desk.planning.run, planned), "planner")
             self._running = True
@@ -264,12 +264,6 @@ class ControllerActor:
                 if (life := self._lives.get(worker_id)) is not None:
                     _LOG.info("ending worker=%s epoch=%d: its node is lost", worker_id, life.epoch)
                     life.end()
-
-    async def _end_strangers(self) -> None:
-        """End the fleet's actors that are not followed, such as one whose end was lost."""
-        while True:
-            await asyncio.sleep(_STRANGERS_EVERY_S)
-            await end_strangers(self._config.fleet, self._lives)
 
     async def _drain(self, drain: Drain) -> None:
         life = self._lives.of(drain.worker_id, drain.epoch)

@@ -14,6 +14,7 @@ import psutil
 
 from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.control_groups import usable_cpus
+from baton.wire.grpc_options import NO_PROXY
 from fleet.pools.nodes import CapacityError, check_nodes
 from fleet.pools.ray_health import RayHealth
 from fleet.pools.resources import (
@@ -35,7 +36,6 @@ _START_LIMIT_S = 75.0  # for the controller's process on a busy machine
 _CLUSTERS_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": loopback only, on Linux too
 _FENCED_CALL = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 _FENCE_LIMIT_S = 10.0
-_NO_PROXY = (("grpc.enable_http_proxy", 0),)
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum; Baton does not use it
 
 
@@ -176,9 +176,9 @@ def insist_on_token(address: str) -> None:
         files = (f"RAY_TLS_{name}" for name in ("CA_CERT", "SERVER_KEY", "SERVER_CERT"))
         ca, key, certificate = (Path(os.environ[file]).read_bytes() for file in files)
         credentials = grpc.ssl_channel_credentials(ca, key, certificate)
-        channel = grpc.secure_channel(address, credentials, options=_NO_PROXY)
+        channel = grpc.secure_channel(address, credentials, options=[NO_PROXY])
     else:
-        channel = grpc.insecure_channel(address, options=_NO_PROXY)
+        channel = grpc.insecure_channel(address, options=[NO_PROXY])
     with channel:
         try:
             channel.unary_unary(_FENCED_CALL, bytes, bytes)(b"", timeout=_FENCE_LIMIT_S)
@@ -280,12 +280,12 @@ class Controller:
         cls.start(fleet, spec)
         return there
 
-    def is_at_home_with(self, spec: ControllerSpec, timeout_s: float = 5.0) -> bool:
+    def is_at_home_with(self, spec: ControllerSpec) -> bool:
         """Return whether it responds, runs on this node and has this specification."""
         import ray
 
         try:
-            here, digest = ray.get(self._actor.identity.remote(), timeout=timeout_s)
+            here, digest = ray.get(self._actor.identity.remote(), timeout=5.0)
         except ray.exceptions.RayError:
             return False
         return bool(here == ray.get_runtime_context().get_node_id() and digest == spec.digest)
@@ -313,14 +313,12 @@ class Controller:
         """Stop all workers, then the controller; return whether all workers stopped in time."""
         import ray
 
-        ended = False
         try:
-            ended = ray.get(self._actor.stop.remote(limit_s), timeout=limit_s + 2.0)
+            return bool(ray.get(self._actor.stop.remote(limit_s), timeout=limit_s + 2.0))
         except ray.exceptions.RayError:
-            ended = False  # its workers end with a local Ray, or in a later sweep
+            return False  # its workers end with a local Ray, or in a later sweep
         finally:
             self.dismiss()
-        return ended
 
 
 def clean(fleet: str) -> int:

@@ -7,7 +7,6 @@ process, which saves a start of Python and the imports; else the actor ends too.
 import asyncio
 import gc
 import importlib
-import os
 import socket
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
@@ -63,7 +62,9 @@ class WorkerActor:
             RuntimeError: ``stop`` was called before the worker was ready.
         """
         if self._starting is None:
-            self._starting = self._tasks.vital(self._begin(), "start", self._note_failure)
+            self._starting = self._tasks.vital(
+                self._begin(), "start", partial(setattr, self, "_failure")
+            )
         await asyncio.wait((self._starting,))
         if self._failure is not None:
             raise self._failure
@@ -101,9 +102,6 @@ class WorkerActor:
         self._digest = settings_digest(fields)
         self._turned = ReportedRole(fields["role"], fields.get("turn", 0))
 
-    def _note_failure(self, error: Exception) -> None:
-        self._failure = error
-
     async def ping(self) -> bytes:
         """Return this process and its epoch as msgpack; a frozen process does not respond."""
         started = self._started.is_set()
@@ -112,12 +110,9 @@ class WorkerActor:
         if self._worker is not None:
             turned = ReportedRole(self._worker.record.role, self._worker.record.turn)
             load = self._worker.load()
-        key = ProcessKey.of(os.getpid())
-        if key is None:
-            raise RuntimeError("cannot read /proc")
         own = ShellProcess(
             host=socket.gethostname(),
-            key=key,
+            key=ProcessKey.own(),
             epoch=self._settings.epoch,
             settings_digest=self._digest,
             started=started,

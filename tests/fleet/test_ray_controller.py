@@ -26,7 +26,7 @@ from baton.registry.types import WorkerRecord
 from baton.registry.workers import was_replaced
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.local.redis_server import EmbeddedRedis
-from fleet.pools import liveness, placement, ray_controller
+from fleet.pools import adoption, liveness, placement, ray_controller
 from fleet.pools.liveness import ReportedRole, ShellProcess, StandstillGuard
 from fleet.pools.nodes import Node
 from fleet.pools.ray_controller import ControllerActor
@@ -351,7 +351,7 @@ async def test_an_actor_that_the_controller_does_not_know_is_ended(
     controller: ControllerActor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end that an earlier controller had decided was lost with it."""
-    monkeypatch.setattr(ray_controller, "_STRANGERS_EVERY_S", 0.1)
+    monkeypatch.setattr(adoption, "_STRANGERS_EVERY_S", 0.1)
     lives = adopting(controller, monkeypatch, "worker-0", "worker-1")
     listed = ray_controller.ray.util.list_named_actors()
     old = {"name": "baton-test-worker-0-0", "namespace": ray_controller.NAMESPACE}

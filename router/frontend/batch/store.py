@@ -23,7 +23,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from baton.config.batch import BatchConfig
-from baton.folders import replace_file
+from baton.folders import make_private, replace_file
 from baton.types.errors import InvalidRequestError, PayloadTooLargeError
 from router.frontend.batch.record import BatchRecord
 
@@ -36,12 +36,9 @@ LOCK = "lock"
 OWN_FILE = 0o600
 """Mode of files, which only this user may read."""
 
-_OWN_FOLDER = 0o700
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
 _DAY_S = 24 * 3600
 _STRAY_S = 24 * 3600  # age at which a file without a record, left by a dead process, is removed
-
-_Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
 class FileRecord(msgspec.Struct, kw_only=True):
@@ -66,6 +63,9 @@ class FileRecord(msgspec.Struct, kw_only=True):
             "purpose": self.purpose,
             "status": "processed",
         }
+
+
+_Record = TypeVar("_Record", FileRecord, BatchRecord)
 
 
 class BatchStore:
@@ -118,23 +118,15 @@ class BatchStore:
         size = source.seek(0, os.SEEK_END)
         source.seek(0)
         self.check_room(tenant, size)
-        record = FileRecord(
-            id=f"file-{secrets.token_hex(16)}",
-            size_bytes=size,
-            filename=filename,
-            purpose=purpose,
-            created_s=int(now_s),
-            expires_s=int(now_s) + min(keep_s, self.keep_s(tenant)),
-        )
-        data = self.data_path(tenant, record.id)
+        data = self.data_path(tenant, f"file-{secrets.token_hex(16)}")
         try:
             with open(data, "wb", opener=_private) as target:
                 shutil.copyfileobj(source, target, 1024 * 1024)
-            replace_file(data.with_suffix(".json"), msgspec.json.encode(record))
+            keep_s = min(keep_s, self.keep_s(tenant))
+            return _describe(data, size, filename, purpose, now_s, keep_s)
         except BaseException:
             data.unlink(missing_ok=True)  # without a record it could not be deleted
             raise
-        return record
 
     def new_id(self, path: Path) -> str | None:
         """Return an id for the file that `adopt` makes of a batch's output; None if it is empty."""
@@ -148,15 +140,7 @@ class BatchStore:
         if not source.exists():  # already converted, and deleted afterwards
             return
         size = source.stat().st_size
-        record = FileRecord(
-            id=file_id,
-            size_bytes=size,
-            filename=filename,
-            purpose="batch_output",
-            created_s=int(now_s),
-            expires_s=int(now_s) + self.keep_s(tenant),
-        )
-        replace_file(data.with_suffix(".json"), msgspec.json.encode(record))
+        _describe(data, size, filename, "batch_output", now_s, self.keep_s(tenant))
         if path.exists():
             path.rename(data)
 
@@ -166,8 +150,7 @@ class BatchStore:
 
     def files(self, tenant: str) -> list[FileRecord]:
         """Return a tenant's files, newest first."""
-        records = self._all(tenant, "files", FileRecord)
-        return sorted(records, key=lambda record: (-record.created_s, record.id))
+        return self._all(tenant, "files", FileRecord)
 
     def data_path(self, tenant: str, file_id: str) -> Path:
         """Return the path of a file's content. The id must be valid."""
@@ -231,8 +214,7 @@ class BatchStore:
 
     def batches(self, tenant: str) -> list[BatchRecord]:
         """Return a tenant's batches, newest first."""
-        records = self._all(tenant, "batches", BatchRecord)
-        return sorted(records, key=lambda record: (-record.created_s, record.id))
+        return self._all(tenant, "batches", BatchRecord)
 
     def open_batches(self) -> list[BatchRecord]:
         """Return all tenants' batches that have not ended, oldest first.
@@ -292,7 +274,7 @@ class BatchStore:
     @contextlib.contextmanager
     def lock(self) -> Iterator[bool]:
         """Try to get the lock for running batches. The kernel releases it when the process dies."""
-        _make_private(self.root)
+        make_private(self.root)
         with open(self.root / LOCK, "a", opener=_private) as held:
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -304,7 +286,7 @@ class BatchStore:
     def _folder(self, tenant: str, kind: str) -> Path:
         folder = self.root / tenant / kind
         for level in (self.root, folder.parent, folder):
-            _make_private(level)
+            make_private(level)
         return folder
 
     def _read(
@@ -317,7 +299,8 @@ class BatchStore:
 
     def _all(self, tenant: str, kind: str, record: type[_Record]) -> list[_Record]:
         paths = (self.root / tenant / kind).glob("*.json")
-        return [decoded for path in paths if (decoded := _decoded(path, record)) is not None]
+        records = [decoded for path in paths if (decoded := _decoded(path, record)) is not None]
+        return sorted(records, key=lambda record: (-record.created_s, record.id))
 
 
 def _private(path: str, flags: int) -> int:
@@ -325,11 +308,17 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, OWN_FILE)
 
 
-def _make_private(folder: Path) -> None:
-    """Create a folder if needed, and close one of an earlier version to other users."""
-    folder.mkdir(parents=True, exist_ok=True, mode=_OWN_FOLDER)
-    if folder.stat().st_mode & 0o077:
-        folder.chmod(_OWN_FOLDER)
+def _describe(
+    data: Path, size_bytes: int, filename: str, purpose: str, now_s: float, keep_s: int
+) -> FileRecord:
+    """Write the metadata of a file beside its content."""
+    created_s = int(now_s)
+    named = {"id": data.stem, "filename": filename, "purpose": purpose}
+    record = FileRecord(
+        **named, size_bytes=size_bytes, created_s=created_s, expires_s=created_s + keep_s
+    )
+    replace_file(data.with_suffix(".json"), msgspec.json.encode(record))
+    return record
 
 
 def _decoded(path: Path, record: type[_Record]) -> _Record | None:

@@ -5,7 +5,7 @@ a restart of everything. Gauges are aggregated as declared (``MetricSpec.togethe
 the fleet, which every router sees whole.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client.utils import floatToGoString
@@ -65,10 +65,9 @@ class Pages:
 
     def render(self) -> bytes:
         """Return the sum as one page."""
-        return b"".join(line + b"\n" for line in self._lines())
-
-    def _lines(self) -> Iterable[bytes]:
+        lines: list[bytes] = []
         for family in self._families.values():
-            yield from family.header
+            lines += family.header
             for series, value in family.values.items():
-                yield b"%b %b" % (series, str(floatToGoString(value)).encode())  # type: ignore[no-untyped-call]
+                lines.append(b"%b %b" % (series, str(floatToGoString(value)).encode()))  # type: ignore[no-untyped-call]
+        return b"".join(line + b"\n" for line in lines)

@@ -210,6 +210,7 @@ def _check_rights(rights: ApiKeyConfig, router: Process) -> None:
 def _shown(key: IssuedKey, now_ms: int, used_day: int = 0) -> dict[str, Any]:
     """Return what operators see of a key; times are Unix seconds."""
     record = key.record
+    used = datetime.fromtimestamp(used_day * DAY_MS / 1000, UTC).date().isoformat()
     return {
         "id": record.id,
         **key.rights.model_dump(mode="json"),
@@ -217,12 +218,8 @@ def _shown(key: IssuedKey, now_ms: int, used_day: int = 0) -> dict[str, Any]:
         "created": record.created_ms // 1000,
         "expires": record.end_ms // 1000 or None,
         "replaced_by": record.replaced_by or None,
-        "last_used": _date(used_day) if used_day else None,
+        "last_used": used if used_day else None,
     }
-
-
-def _date(day: int) -> str:
-    return datetime.fromtimestamp(day * DAY_MS / 1000, UTC).date().isoformat()
 
 
 def _refusal(error: Exception) -> Exception:

@@ -53,10 +53,7 @@ class WorkerSlot:
             self._link.on_change = lambda: None
         self._link = link
         if link is not None:
-            link.on_change = self._changed
-        self.on_change()
-
-    def _changed(self) -> None:
+            link.on_change = lambda: self.on_change()  # which may be set later
         self.on_change()
 
     @property

@@ -11,7 +11,7 @@ from batonpb.common_pb2 import TransferTotals
 from batonpb.decode_pb2 import Hello
 
 from baton.registry.types import WorkerRecord
-from baton.registry.workers import RegistryWatcher, WorkerChange
+from baton.registry.workers import RegistryWatcher
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.geometry import BLOCK_TOKENS
 from router.process_core import ProcessCore
@@ -82,16 +82,13 @@ class WorkerTable:
     async def _follow(self) -> None:
         async for change in self._directory:
             try:
-                self._apply(change)
+                if change.after is not None:
+                    self._upsert(change.after)
+                else:
+                    self._gone(change.worker_id)
             except Exception:  # noqa: BLE001 - logged and counted; the other changes still count
                 _LOG.exception("cannot apply the record of worker=%s", change.worker_id)
                 self._count_failure("directory")
-
-    def _apply(self, change: WorkerChange) -> None:
-        if change.after is not None:
-            self._upsert(change.after)
-        else:
-            self._gone(change.worker_id)
 
     async def _drop_dead_workers(self) -> None:
         while True:
