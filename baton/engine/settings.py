@@ -117,7 +117,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     emulated: EmulatedModel | None = None  # replaces ``model``; runs in a thread of the shell
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
-    poison_token: int = -1  # fault injection: the process dies at a prompt with this token
 
     @property
     def own_pools(self) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from baton.engine.llm import LLM
 from baton.model.artifact import resolve_model
-from tests.e2e.fleet_processes import MODEL, NAME, OPS, fleet, soon
+from tests.e2e.fleet_processes import MODEL, NAME, OPS
 from tests.engine.lora_files import write_adapter
 
 MODES = ("disaggregated", "colocated")
@@ -76,37 +76,6 @@ async def test_adapters_are_loaded_mixed_and_unloaded_while_the_fleet_runs(share
 
 
 @pytest.mark.slow
-async def test_loads_under_streams_change_no_running_answer(shared, paths, tmp_path):
-    """As in vLLM #47724, where a load moved running requests to another adapter."""
-    loaded(shared.url, "red", paths["red"])
-    config = resolve_model(MODEL).config
-    names = [f"new-{number}" for number in range(3)]
-    made = {
-        name: write_adapter(tmp_path / name, config, seed=9 + number, size=0.1)
-        for number, name in enumerate(names)
-    }
-    long = {"max_tokens": 48}
-    try:
-        asked = [(model, mode) for model in (NAME, "red") for mode in MODES]
-        alone = [await text(shared.url, model, mode, **long) for model, mode in asked]
-        assert len(set(alone)) == 2
-        running = [
-            asyncio.create_task(text(shared.url, model, mode, **long)) for model, mode in asked
-        ]
-        answers = []
-        for name, path in made.items():
-            await asyncio.to_thread(loaded, shared.url, name, path)
-            answers.append(await text(shared.url, name, "colocated", max_tokens=1))
-        assert not all(task.done() for task in running), "loaded while they ran"
-        assert await asyncio.gather(*running) == alone
-    finally:
-        for name in ("red", *names):
-            httpx.post(
-                f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": name}, headers=OPS
-            )
-
-
-@pytest.mark.slow
 async def test_the_fleet_answers_as_the_engine_alone(shared, paths):
     loaded(shared.url, "red", paths["red"])
     try:
@@ -117,39 +86,3 @@ async def test_the_fleet_answers_as_the_engine_alone(shared, paths):
             assert await text(shared.url, "red", mode) == want
     finally:
         httpx.post(f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": "red"}, headers=OPS)
-
-
-@pytest.mark.slow
-async def test_a_second_router_hears_of_it(shared, paths):
-    second = await asyncio.to_thread(shared.start_router)
-    loaded(shared.url, "red", paths["red"])
-
-    def known() -> bool:
-        return httpx.get(f"{second}/v1/models/red").status_code == 200
-
-    await soon(known, 5)
-    assert (
-        httpx.post(
-            f"{second}/v1/unload_lora_adapter", json={"lora_name": "red"}, headers=OPS
-        ).status_code
-        == 200
-    )
-    await soon(lambda: httpx.get(f"{shared.url}/v1/models/red").status_code == 404, 5)
-    process, _ = shared.routers.pop()
-    process.terminate()
-    process.wait(10)
-
-
-@pytest.mark.slow
-async def test_a_new_life_of_a_worker_loads_the_adapter_again(tmp_path, paths):
-    with fleet(tmp_path, "decode-0") as running:
-        loaded(running.url, "red", paths["red"])
-        want = await text(running.url, "red", "colocated")
-        running.workers["decode-0"].kill()
-        await soon(lambda: running.workers_shown()["decode-0"]["state"] == "dead")
-        running.workers.pop("decode-0").process.stdout.close()
-        await asyncio.to_thread(running.start_workers, "decode-0", epoch=2)
-        await soon(lambda: running.workers_shown()["decode-0"]["state"] == "ready", 20)
-        assert await text(running.url, "red", "colocated") == want
-        page = httpx.get(f"http://{running.workers['decode-0'].record.metrics_address}/metrics")
-        assert 'baton_adapter_loads_total{adapter="red",outcome="loaded"} 1.0' in page.text

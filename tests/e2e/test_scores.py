@@ -4,7 +4,6 @@ import math
 
 import httpx
 import pytest
-from openai import APIStatusError
 
 from tests.e2e.fleet_processes import NAME
 
@@ -84,15 +83,4 @@ def test_embeddings(client, shared, ids):
     assert alone.usage.prompt_tokens == len(ids)
     last = client.embeddings.create(model=NAME, input=ids, extra_body={"pooling": "last"})
     assert last.data[0].embedding != vectors[3]
-
-
-def test_nothing_stays_behind_and_bad_input_is_refused(client, shared):
-    for status, fields in [
-        (400, {"input": ""}),
-        (400, {"input": [5] * 4097}),
-        (404, {"input": "x", "model": "gpt-17"}),
-    ]:
-        with pytest.raises(APIStatusError) as caught:
-            client.embeddings.create(**{"model": NAME, **fields})
-        assert caught.value.status_code == status
     shared.assert_baseline()

@@ -2,9 +2,6 @@
 
 import json
 
-import pytest
-from openai import AsyncOpenAI, BadRequestError
-
 from tests.e2e.fleet_processes import NAME
 
 WEATHER = {
@@ -98,28 +95,3 @@ def test_text_where_text_is_right_and_none_means_none(anywhere):
     assert "ello" in choice.message.content
     without = ask(anywhere, hello, tools=[])
     assert ask(anywhere, hello, tool_choice="none").choices == without.choices
-
-
-async def test_the_async_client_in_both_modes_gives_the_same(shared):
-    found = []
-    for mode in ("disaggregated", "colocated"):
-        headers = {"x-baton-mode": mode}
-        async with AsyncOpenAI(
-            base_url=f"{shared.url}/v1", api_key="none", default_headers=headers
-        ) as client:
-            async with client.chat.completions.stream(
-                model=NAME, messages=QUESTION, tools=TOOLS, temperature=1.3, seed=2, n=2, **ONE
-            ) as stream:
-                answer = await stream.get_final_completion()
-        calls = [choice.message.tool_calls[0].function for choice in answer.choices]
-        found.append([(call.name, call.arguments) for call in calls])
-    assert found[0] == found[1]
-    shared.assert_baseline()
-
-
-def test_a_bad_tool_is_named(anywhere):
-    schema = {"type": "object", "properties": {"a": {"type": "x"}}}
-    broken = {"name": "f", "parameters": schema, "strict": True}
-    with pytest.raises(BadRequestError, match="Invalid type: x") as caught:
-        ask(anywhere, tools=[{"type": "function", "function": broken}])
-    assert caught.value.param == "tools"

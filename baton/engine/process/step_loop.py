@@ -216,8 +216,6 @@ class StepLoop:
 
     def _submit(self, command: messages.Submit, now_ns: int) -> None:
         prompt: list[int] = np.frombuffer(command.prompt_token_ids, dtype="<u4").tolist()
-        if self._settings.poison_token in prompt:
-            os._exit(66)  # fault injection: this request kills workers
         request = EngineRequest(request_id=command.request_id, prompt=prompt, spec=command.spec)
         try:
             self._core.scheduler.submit(request, now_ns)

@@ -65,44 +65,6 @@ def test_the_same_request_gives_the_same_tokens_whatever_the_path(
     assert drawn == alone[:6]
 
 
-@pytest.mark.slow  # the matrix has smaller ones
-@pytest.mark.parametrize(("params", "dtype"), WAYS)
-def test_a_batch_of_16_gives_the_tokens_of_16_requests_alone(
-    make_driver: Make, dtype: str, params: SamplingParams
-) -> None:
-    driver = make_driver(dtype)
-    prompts = [prompt_of(20 + 9 * i, seed=i) for i in range(16)]
-    alone = [driver.answer(prompts[i], params) for i in (0, 5, 15)]
-
-    driver = make_driver(dtype)
-    states = [list(prompt) for prompt in prompts]
-    tables = [
-        driver.blocks(len(p) + params.max_tokens, scattered=i % 4 == 1)
-        for i, p in enumerate(prompts)
-    ]
-    starts = [0] * 16
-    joined = 0
-    while any(len(s) < len(p) + params.max_tokens for s, p in zip(states, prompts, strict=True)):
-        joined = min(joined + 3, 16)  # prompts join while others decode
-        wanted = [i for i in range(joined) if len(states[i]) < len(prompts[i]) + params.max_tokens]
-        rows = [
-            driver.row(
-                states[i],
-                starts[i],
-                len(states[i]),
-                tables[i],
-                prompt=len(prompts[i]),
-                params=params,
-            )
-            for i in wanted
-        ]
-        for i, drawn in zip(wanted, driver.step(*rows), strict=True):
-            starts[i] = len(states[i])
-            states[i].append(drawn[0].token)
-    together = [states[i][len(prompts[i]) :] for i in (0, 5, 15)]
-    assert together == alone
-
-
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_hidden_states_are_bit_equal_across_chunkings_beyond_512_keys(
     make_driver: Make, dtype: str

@@ -255,11 +255,6 @@ async def test_the_export_is_the_sum_of_all_answers(start) -> None:
     await run_identity(start, 1000)
 
 
-@pytest.mark.slow
-async def test_the_export_is_the_sum_of_10_000_answers(start) -> None:
-    await run_identity(start, 10_000)
-
-
 async def test_a_key_is_shown_by_its_id_and_never_itself(start) -> None:
     fleet = await start()
     await fleet.chat(headers=headers_of("team"))
@@ -491,13 +486,6 @@ async def flushed(fleet, limit_s: float = 10.0) -> None:
                 await fleet.router.usage.flush()
                 return
             await asyncio.sleep(0.1)
-
-
-@pytest.mark.slow
-async def test_the_export_is_the_sum_of_all_answers_after_outages_of_redis(
-    make_fleet, redis_server
-) -> None:
-    await run_outages(make_fleet, redis_server, outage_s=1.5)
 
 
 @pytest.mark.slow
