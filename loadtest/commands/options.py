@@ -40,68 +40,58 @@ FindFleet = Callable[[], LocalFleet | None]
 _server = functools.partial(typer.Option, rich_help_panel=_SERVER)
 _run = functools.partial(typer.Option, rich_help_panel=_RUN)
 
-Url = Annotated[str, _server(help="Base URL http://host:port. Default: the local fleet.")]
-Model = Annotated[str, _server(help="Model name. Default: the first of /v1/models.")]
 ApiKey = Annotated[
     str, _server(envvar="OPENAI_API_KEY", help="API key, sent as bearer token.", show_envvar=True)
 ]
-TenantKeys = Annotated[
-    list[str],
-    _server(
-        "--tenant-key",
-        metavar="TENANT=KEY",
-        help="API key of a tenant of the load, such as hot=KEY. Default: send only its name.",
-    ),
-]
-Endpoint = Annotated[
-    Literal["chat", "completions"], _server(help="Use /v1/chat/completions or /v1/completions.")
-]
-TokenIds = Annotated[
-    bool,
-    _server(
-        "--token-ids",
-        help="Send prompts as token ids of exact length to /v1/completions, if supported.",
-    ),
-]
 IgnoreEos = Annotated[bool, _server(help="Make responses as long as planned, if supported.")]
-Headers = Annotated[
-    list[str],
-    _server(
-        "--header",
-        metavar="NAME: VALUE",
-        help="Header of every request, such as 'x-baton-mode: colocated'.",
-    ),
-]
-Timeout = Annotated[float, _server(min=0.1, help="Seconds per request.")]
 Out = Annotated[Path, typer.Option(help="Folder for results.json and report.html.")]
 Seed = Annotated[int, _run(min=0, help="Random seed for prompts and arrival times.")]
-Clients = Annotated[int, _run(min=1, help="Client processes.")]
-SloText = Annotated[
-    str, _run("--slo", help="Limits of a good request, with commas: ttft_s=…, tpot_s=…, e2e_s=….")
-]
-Quantile = Annotated[float, _run(help="Share of requests that must be good.")]
-Warmup = Annotated[float, _run("--warmup-s", min=0, help="Seconds excluded from the figures.")]
-Resume = Annotated[bool, _run("--resume", help="Continue after Ctrl-C.")]
-DEFAULT_SLO = "ttft_s=2,tpot_s=0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
     """Options of every command that sends requests."""
 
-    url: Url = ""
-    model: Model = ""
+    url: Annotated[str, _server(help="Base URL http://host:port. Default: the local fleet.")] = ""
+    model: Annotated[str, _server(help="Model name. Default: the first of /v1/models.")] = ""
     api_key: ApiKey = ""
-    tenant_keys: TenantKeys = field(default_factory=list)
-    endpoint: Endpoint = "chat"
-    token_ids: TokenIds = False
+    tenant_keys: Annotated[
+        list[str],
+        _server(
+            "--tenant-key",
+            metavar="TENANT=KEY",
+            help="API key of a tenant of the load, such as hot=KEY. Default: send only its name.",
+        ),
+    ] = field(default_factory=list)
+    endpoint: Annotated[
+        Literal["chat", "completions"], _server(help="Use /v1/chat/completions or /v1/completions.")
+    ] = "chat"
+    token_ids: Annotated[
+        bool,
+        _server(
+            "--token-ids",
+            help="Send prompts as token ids of exact length to /v1/completions, if supported.",
+        ),
+    ] = False
     ignore_eos: IgnoreEos = True
-    headers: Headers = field(default_factory=list)
-    timeout_s: Timeout = 600.0
-    clients: Clients = 1
-    slo: SloText = DEFAULT_SLO
-    quantile: Quantile = 0.9
-    warmup_s: Warmup = 0.0
+    headers: Annotated[
+        list[str],
+        _server(
+            "--header",
+            metavar="NAME: VALUE",
+            help="Header of every request, such as 'x-baton-mode: colocated'.",
+        ),
+    ] = field(default_factory=list)
+    timeout_s: Annotated[float, _server(min=0.1, help="Seconds per request.")] = 600.0
+    clients: Annotated[int, _run(min=1, help="Client processes.")] = 1
+    slo: Annotated[
+        str,
+        _run("--slo", help="Limits of a good request, with commas: ttft_s=…, tpot_s=…, e2e_s=…."),
+    ] = "ttft_s=2,tpot_s=0.1"
+    quantile: Annotated[float, _run(help="Share of requests that must be good.")] = 0.9
+    warmup_s: Annotated[
+        float, _run("--warmup-s", min=0, help="Seconds excluded from the figures.")
+    ] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +99,7 @@ class Repetition:
     """Options that repeat or continue a run."""
 
     seed: Seed = 0
-    resume: Resume = False
+    resume: Annotated[bool, _run("--resume", help="Continue after Ctrl-C.")] = False
 
 
 def run_options(

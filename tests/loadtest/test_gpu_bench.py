@@ -11,7 +11,7 @@ import torch
 
 from baton.engine.cuda.kernels.attention import Tiles
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import checks, transports
+from benchmarks.gpu import checks
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +45,6 @@ class OnlyTheseAreThere:
 MISSING = "msgspec ray grpc typer rich transformers safetensors gguf redis xxhash fastapi".split()
 sys.meta_path.insert(0, OnlyTheseAreThere())
 import benchmarks.gpu.__main__, benchmarks.gpu.checks, benchmarks.gpu.peer
-import benchmarks.gpu.transports, baton.engine.process.pair
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
@@ -137,31 +136,3 @@ def test_positions_can_be_checked_alone(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "out.json").read_text())
     assert record["checks_failed"] == 0
     assert len(record["rows"]) == 3
-
-
-@pytest.mark.long
-def test_what_stands_in_for_nccl_and_cuda_ipc_moves_bytes_and_outlives_its_peer(
-    tmp_path: Path,
-) -> None:
-    out = tmp_path / "rows.json"
-    assert transports.main(["--device", "cpu", "--mib", "8", "--out", str(out)]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert rows["gloo pair"]["a_receive_without_a_send_waits"], "so its parent has to kill it"
-    assert rows["shared memory"]["after_the_owner_was_killed"] == "readable"
-
-
-@pytest.mark.long
-def test_bytes_that_come_wrong_are_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = iter(range(9))
-    monkeypatch.setattr(
-        transports, "pattern", lambda _: bytes([next(numbers)]) * transports.MESSAGE_BYTES
-    )
-    with pytest.raises(transports.WrongBytesError):
-        transports.pair_moves(("cpu", "cpu"), 1)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it can be made")
-def test_a_pair_that_cannot_be_made_says_why() -> None:
-    with pytest.raises(transports.ProbeError, match=r"NCCL|CUDA|cuda"):
-        transports.pair_moves(("cuda:0", "cuda:0"), 1)
