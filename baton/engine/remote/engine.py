@@ -299,6 +299,7 @@ class RemoteEngine(ABC):
         """End a choice that has its finish reason."""
         if reader.cached_tokens is not None and request.computes:
             request.take_cached(reader.cached_tokens)
+        self._count_cached(request, choice, reader.cached_tokens)
         if (last := request.last.pop(choice, None)) is not None:
             self._on_progress(request, choice, (request.admission(), last))
         self._end_choice(request, choice)
@@ -343,6 +344,14 @@ class RemoteEngine(ABC):
             self._settling = asyncio.get_running_loop().call_later(_SETTLE_S, self._settle)
         held_blocks = self._prefixes.held_blocks
         return self._meter.tokens(request.submit.request_id, choice, tokens, now_ns, held_blocks)
+
+    def _count_cached(self, request: LiveRequest, choice: int, cached_tokens: int | None) -> None:
+        """Note the server's count of cached tokens, and report the prompts that it measures."""
+        held_blocks = self._prefixes.held_blocks
+        request_id = request.submit.request_id
+        step = self._meter.counted(request_id, choice, cached_tokens, held_blocks)
+        if step is not None:
+            self._send(step)
 
     def _settle(self) -> None:
         """End a step behind which no more tokens arrive."""

@@ -5,6 +5,9 @@ ends when a sequence has a second token, or when nothing arrives for ``SETTLED_N
 
     arrivals   a b c     a b c     a b c D       D is the first token of a new prompt
     steps      [step 1]  [step 2]  [step 3: with D's prompt]
+
+What was cached when a prompt came may be evicted while it waits. So a prompt of which tokens are
+expected to be cached is measured when the server has counted them, at the end of its response.
 """
 
 from bisect import bisect_left
@@ -30,6 +33,7 @@ class SequenceProgress:
 
     Attributes:
         cached_tokens: Prompt tokens that the engine has cached, as far as known.
+        is_counted: Whether this is the engine's own count, or none will come.
         comes: Whether its KV comes from another worker, so that the engine computes no prompt.
         held: Whether its prompt is computed and its KV only waits for another worker.
         hashes: Block hashes of its prompt, if the engine computes blocks once for all prompts.
@@ -41,6 +45,7 @@ class SequenceProgress:
     cached_tokens: int
     submitted_ns: int
     comes: bool = False
+    is_counted: bool = False
     held: bool = False
     hashes: Sequence[bytes] = ()
     begun_ns: int = 0
@@ -85,6 +90,7 @@ class LoadMeter:
         self._last_ns = 0  # first arrival of the step before
         self._prompt_ns = 0  # arrival of the newest first token in an ended step
         self._new: list[SequenceProgress] = []  # rows of the batch whose first token this is
+        self._uncounted: list[tuple[list[SequenceProgress], int]] = []  # prompts, and their time
 
     def submitted(self, request_id: str, choice: int, row: SequenceProgress) -> None:
         """Add a sequence that waits; what it shares with waiting ones is computed for them."""
@@ -117,9 +123,30 @@ class LoadMeter:
         work = sum(new.uncached for new in self._new) + rows
         return row.input_ns + (self._batch_ns - self._began_ns()) // (work or 1) * row.uncached
 
+    def counted(
+        self, request_id: str, choice: int, cached_tokens: int | None, cached_blocks: int
+    ) -> StepDone | None:
+        """Note the cached tokens of a prompt by the engine; return the prompts measured by this.
+
+        Without a count, it is as expected.
+        """
+        row = self._rows[request_id, choice]
+        row.cached_tokens = row.cached_tokens if cached_tokens is None else cached_tokens
+        row.is_counted = True
+        for sample in self._uncounted:
+            rows, duration_ns = sample
+            if row in rows and all(one.is_counted for one in rows):
+                self._uncounted.remove(sample)
+                return _measured(self.status(cached_blocks), rows, duration_ns)
+        return None
+
     def ended(self, request_id: str, choice: int) -> SequenceProgress | None:
         """Remove a sequence, and return it."""
-        return self._rows.pop((request_id, choice), None)
+        row = self._rows.pop((request_id, choice), None)
+        if row is not None and not row.is_counted:
+            row.is_counted = True
+            self._uncounted = [sample for sample in self._uncounted if row not in sample[0]]
+        return row
 
     def tokens(
         self, request_id: str, choice: int, count: int, now_ns: int, cached_blocks: int
@@ -160,16 +187,13 @@ class LoadMeter:
         self._charge(duration_ns, prompt_tokens, decoding)
         if self._new:
             duration_ns = self._end_prompts()
+            if any(row.cached_tokens and not row.is_counted for row in self._new):
+                self._uncounted.append((self._new, duration_ns))
+                duration_ns = 0
         self._note_waiting()
         self._step += 1
         step = msgspec.structs.replace(
-            self.status(cached_blocks),
-            duration_ns=duration_ns,
-            prompt_tokens=prompt_tokens,
-            prompt_context=sum(
-                context_tokens(row.prompt_tokens - row.uncached, row.prompt_tokens)
-                for row in self._new
-            ),
+            _measured(self.status(cached_blocks), self._new, duration_ns),
             decode_rows=len(decoding),
             decode_context=sum(row.context for row in decoding),
         )
@@ -245,6 +269,17 @@ class LoadMeter:
         cached = min(max(cached_blocks - in_use, 0), self._total_blocks - in_use)
         free = self._total_blocks - in_use - cached
         return BlockCounts(total=self._total_blocks, free=free, cached=cached, in_use=in_use)
+
+
+def _measured(load: StepDone, prompts: Sequence[SequenceProgress], duration_ns: int) -> StepDone:
+    return msgspec.structs.replace(
+        load,
+        duration_ns=duration_ns,
+        prompt_tokens=sum(row.uncached for row in prompts),
+        prompt_context=sum(
+            context_tokens(row.prompt_tokens - row.uncached, row.prompt_tokens) for row in prompts
+        ),
+    )
 
 
 def _shared_blocks(hashes: Sequence[bytes], others: Sequence[bytes]) -> int:

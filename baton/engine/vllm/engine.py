@@ -355,6 +355,7 @@ class VllmEngine(RemoteEngine):
         except InternalError as error:
             await self._on_failure(request, error)
             return
+        self._count_cached(request, choice, answer.cached_tokens)
         step = self._count(request, choice, 1)
         if step is not None:
             self._send(step)

@@ -7,9 +7,9 @@ together. So in a busy pool a cached prefix is worth more than the time that its
 and in an idle pool exactly that.
 
 And what a worker computes displaces as much in its cache. Of that, later requests need about the
-share that prompts find cached now, and compute it again. Sessions need all of theirs: with a share
-c of prompts that continue one, a second of work causes c + c² + … = c / (1 - c) more. Beginnings
-are priced by the cached share alone, because a copy of a common prefix serves later sessions.
+share that prompts find cached now, and compute it again. Sessions need all of theirs: if a share c
+of later turns is continued, a second of work causes c + c² + … = c / (1 - c) more. Beginnings are
+priced by the cached share alone, because a copy of a common prefix serves later sessions.
 
 The shares are one for all workers of a role. A worker's own share would follow noise: a worker that
 has just been avoided looks idle, and attracts the next prompts, cached there or not.
@@ -21,9 +21,8 @@ from math import exp
 _WINDOW_NS = 60e9  # the mean forgets a sample within about this time
 _IDLE_BEFORE_NS = 3e9  # time before the first sample, in which the workers count as idle
 _CACHED_WEIGHT = 0.02  # of one prompt in the mean of their cached shares
-_CONTINUED_WEIGHT = 0.05  # of one prompt in the share that continues a session
 _MAX_BUSY_SHARE = 0.9  # above it a queue is not in balance, and the formula has no meaning
-_MAX_CONTINUED_SHARE = 0.8  # no mean of some twenty prompts shows that fewer sessions end
+_MAX_CONTINUED_SHARE = 0.8  # no mean of some twenty turns shows that fewer sessions end
 
 
 class Crowding:
@@ -34,7 +33,7 @@ class Crowding:
         self._at_ns: int | None = None
         self._sampled_ns = _IDLE_BEFORE_NS
         self._cached_share = 0.0
-        self._continued_share = 0.0
+        self._continued_share = _MAX_CONTINUED_SHARE
 
     def note(self, workers: Mapping[str, tuple[int, int]], now_ns: int) -> None:
         """Add a sample: by role, the number of workers with prompt tokens to compute, and of all.
@@ -50,11 +49,11 @@ class Crowding:
             before = self._busy_share.get(role, 0.0)
             self._busy_share[role] = before + weight * (busy_workers / all_workers - before)
 
-    def placed(self, prompt_tokens: int, uncached_tokens: int, continues: bool) -> None:
-        """Add the cached share of a prompt, and whether it continues a session."""
+    def placed(self, prompt_tokens: int, uncached_tokens: int, continued_share: float) -> None:
+        """Add the cached share of a prompt; set the share of later turns that are continued."""
         share = 1 - uncached_tokens / max(prompt_tokens, 1)
         self._cached_share += _CACHED_WEIGHT * (share - self._cached_share)
-        self._continued_share += _CONTINUED_WEIGHT * (continues - self._continued_share)
+        self._continued_share = min(continued_share, _MAX_CONTINUED_SHARE)
 
     def busy_share(self, role: str) -> float:
         """Return the busy share of a role in the last minute, between 0 and 1."""
@@ -66,6 +65,6 @@ class Crowding:
         The prompt may be the beginning of a session, or one that ``continues`` it.
         """
         busy = min(self.busy_share(role), _MAX_BUSY_SHARE)
-        continued = min(self._continued_share, _MAX_CONTINUED_SHARE)
+        continued = self._continued_share
         again = continued / (1 - continued) if continues else self._cached_share
         return busy / (1 - busy) + again

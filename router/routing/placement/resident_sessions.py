@@ -5,6 +5,8 @@
 
 Sessions that pause for a tool or a person show no load meanwhile, so the worker that has their
 common prefix looks idle and free, and gets all new ones. Their number is the load that will come.
+Those with short prompts cause little of it. They are counted by themselves, so that workers that
+cost the same get equally many, and their caches hold as much of each.
 """
 
 from collections import Counter, OrderedDict
@@ -21,12 +23,14 @@ _KEPT_NS = 300_000_000_000  # after the last turn of a session
 _MAX_SESSIONS = 65_536
 _MAX_ANSWER_BLOCKS = 256  # cached behind a tip
 _SERVER_BLOCKS = 16  # Baton's, of the largest usual block of a server
-_TURN_WEIGHT = 0.05  # of one turn in the mean of their times
+_TURN_WEIGHT = 0.05  # of one turn in the means
 
 
 class _Turn(NamedTuple):
     worker_id: str
     at_ns: int
+    is_long: bool
+    continues: bool
 
 
 class PromptSession(NamedTuple):
@@ -51,12 +55,16 @@ class ResidentSessions:
 
     Attributes:
         turn_s: Usual time to compute a turn after the first.
+        continued_share: Share of these turns that are continued. They have time for it, so in the
+            first minutes no session seems to end.
     """
 
     def __init__(self) -> None:
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()  # by tip
-        self._count: Counter[str] = Counter()
+        self._count: Counter[str] = Counter()  # of sessions with long prompts
+        self._all: Counter[str] = Counter()
         self.turn_s = RunningMean(_TURN_WEIGHT)
+        self.continued_share = RunningMean(_TURN_WEIGHT, prior=1.0)
 
     def find(self, hashes: bytes, cached_blocks: int) -> PromptSession:
         """Return the session that a prompt continues or begins.
@@ -72,30 +80,53 @@ class ResidentSessions:
                     return PromptSession(tip, block <= reached, tip != hashes[-HASH_BYTES:])
         return BEGINS
 
-    def note(self, hashes: bytes, continued: bytes, worker_id: str, now_ns: int) -> None:
+    def note(
+        self,
+        hashes: bytes,
+        continued: bytes,
+        worker_id: str,
+        now_ns: int,
+        *,
+        is_long: bool = True,
+    ) -> None:
         """Note a turn that is computed on a worker; ``continued`` is the session's former tip.
 
-        Without a ``worker_id`` the turn is recognised, but is no load of a worker.
+        One whose prompt is not long delays no other one.
         """
         if not hashes:
             return
-        self._drop(continued)
         tip = hashes[-HASH_BYTES:]
+        continues = bool(continued) and continued != tip
+        before = self._drop(continued)
+        if continues and before is not None and before.continues:
+            self.continued_share.add(1.0)
+        continues = continues or (before is not None and before.continues)
         self._drop(tip)
-        self._turns[tip] = _Turn(worker_id, now_ns)
-        self._count[worker_id] += 1
+        self._turns[tip] = _Turn(worker_id, now_ns, is_long, continues)
+        self._count[worker_id] += is_long
+        self._all[worker_id] += 1
         while self._turns:
             oldest, turn = next(iter(self._turns.items()))
             if len(self._turns) <= _MAX_SESSIONS and now_ns - turn.at_ns < _KEPT_NS:
                 break
             self._drop(oldest)
+            if turn.continues:
+                self.continued_share.add(0.0)
 
-    def _drop(self, tip: bytes) -> None:
+    def _drop(self, tip: bytes) -> _Turn | None:
         turn = self._turns.pop(tip, None)
         if turn is not None:
-            self._count[turn.worker_id] -= 1
-            if not self._count[turn.worker_id]:
-                del self._count[turn.worker_id]
+            self._count[turn.worker_id] -= turn.is_long
+            self._all[turn.worker_id] -= 1
+            if not self._all[turn.worker_id]:
+                del self._all[turn.worker_id], self._count[turn.worker_id]
+        return turn
+
+    def with_fewest(self, workers: Sequence[str]) -> list[int]:
+        """Return the places of the workers with the fewest sessions, long or not."""
+        counts = [self._all[worker_id] for worker_id in workers]
+        least = min(counts)
+        return [place for place, count in enumerate(counts) if count == least]
 
     def expected_delays(self, workers: Sequence[str], tip: bytes = b"") -> list[float]:
         """Return by how many turns a session at each of some workers will be delayed.
@@ -106,6 +137,6 @@ class ResidentSessions:
         """
         turn = self._turns.get(tip)
         least = min(self._count[worker_id] for worker_id in workers)
-        own = self._count[turn.worker_id] if turn is not None else least
+        own = self._count[turn.worker_id] if turn is not None and turn.is_long else least
         more = [min(max(self._count[worker_id] - own, 0), _MOST_MORE) for worker_id in workers]
         return [_DELAY_SHARE * sessions * (1 if turn else sessions) for sessions in more]

@@ -43,10 +43,56 @@ def test_a_prompt_counts_without_its_cached_tokens() -> None:
     meter.tokens("r", 0, 1, 42 * MS, 0)
     step = meter.settled(42 * MS + SETTLED_NS, 0)
     assert step is not None
-    assert (step.prompt_tokens, step.duration_ns) == (32, 32 * MS)
+    assert (step.prompt_tokens, step.duration_ns) == (32, 0), "the engine has not counted them"
+    measured = meter.counted("r", 0, 128, 0)
+    assert measured is not None
+    assert (measured.prompt_tokens, measured.duration_ns) == (32, 32 * MS)
     row = meter.ended("r", 0)
     assert row is not None
     assert row.input_ns == 32 * MS
+
+
+def test_tokens_that_were_evicted_while_a_prompt_waited_make_no_engine_look_slow() -> None:
+    """It looked half as fast, and stood idle while prompts queued at others."""
+    meter = LoadMeter(total_blocks=1000)
+    rates = StepRates()
+    for number, actual in enumerate((0, 960, None)):
+        name = f"{number}"
+        submitted_ns = number * 10_000 * MS
+        meter.submitted(name, 0, SequenceProgress(1600, 960, submitted_ns))
+        computed = 1600 - (960 if actual is None else actual)
+        meter.tokens(name, 0, 1, submitted_ns + computed * MS, 0)
+        step = meter.end_step(0)
+        assert not step.duration_ns
+        rates.add(step)
+        measured = meter.counted(name, 0, actual, 0)
+        assert measured is not None
+        rates.add(measured)
+        meter.ended(name, 0)
+    assert abs(rates.prefill_tokens_per_s - 1000) < 1
+
+
+def test_prompts_of_one_step_are_measured_when_all_are_counted() -> None:
+    meter = LoadMeter(total_blocks=1000)
+    for name in ("a", "b", "c"):
+        meter.submitted(name, 0, SequenceProgress(320, 160 * (name != "c"), 0))
+        meter.tokens(name, 0, 1, 800 * MS, 0)
+    assert not meter.end_step(0).duration_ns
+    assert meter.counted("a", 0, 0, 0) is None
+    assert meter.counted("c", 0, 0, 0) is None
+    measured = meter.counted("b", 0, 160, 0)
+    assert measured is not None
+    assert (measured.prompt_tokens, measured.duration_ns) == (800, 800 * MS)
+    meter.submitted("cut", 0, SequenceProgress(320, 160, 900 * MS))
+    meter.tokens("cut", 0, 1, 1000 * MS, 0)
+    meter.end_step(0)
+    meter.ended("cut", 0)
+    assert not meter._uncounted
+    meter.submitted("cut", 0, SequenceProgress(320, 160, 1100 * MS))
+    meter.tokens("cut", 0, 1, 1200 * MS, 0)
+    meter.ended("cut", 0)
+    assert meter.end_step(0).duration_ns
+    assert not meter._uncounted
 
 
 def test_a_prompt_of_several_steps_is_timed_from_its_first_one() -> None:

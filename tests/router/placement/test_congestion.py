@@ -46,10 +46,10 @@ def test_overload_is_bounded() -> None:
 def test_what_prompts_find_cached_is_the_price_of_displacing_it() -> None:
     crowding = Crowding()
     for _ in range(400):
-        crowding.placed(prompt_tokens=1000, uncached_tokens=250, continues=False)
+        crowding.placed(prompt_tokens=1000, uncached_tokens=250, continued_share=0.0)
     assert crowding.wait_per_s("prefill") == pytest.approx(0.75, abs=0.01)
     for _ in range(400):
-        crowding.placed(prompt_tokens=1000, uncached_tokens=1000, continues=False)
+        crowding.placed(prompt_tokens=1000, uncached_tokens=1000, continued_share=0.0)
     assert crowding.wait_per_s("prefill") == pytest.approx(0, abs=0.01)
 
 
@@ -64,10 +64,8 @@ def test_a_burst_counts_for_the_time_it_takes() -> None:
 def test_sessions_that_continue_are_displaced_again_by_what_they_compute_again() -> None:
     """The price does not fall with the cached share, or displacing would become cheaper."""
     crowding = Crowding()
-    for number in range(600):
-        crowding.placed(1000, 1000, continues=number % 3 > 0)
-    assert crowding.wait_per_s("decode", continues=True) == pytest.approx(2, abs=0.3)
+    crowding.placed(1000, 1000, continued_share=2 / 3)
+    assert crowding.wait_per_s("decode", continues=True) == pytest.approx(2)
     assert crowding.wait_per_s("decode") < 0.01, "a session that begins"
-    for _ in range(200):
-        crowding.placed(1000, 500, continues=True)
+    crowding.placed(1000, 1000, continued_share=1.0)
     assert crowding.wait_per_s("decode", continues=True) == pytest.approx(4), "it is bounded"

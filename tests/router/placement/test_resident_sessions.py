@@ -63,6 +63,42 @@ def test_a_session_that_moves_is_delayed_by_those_that_its_worker_has_not():
     assert delays == [0.0, pytest.approx(0.2 * 2), 0.0]
 
 
+def test_sessions_end_when_they_are_not_continued_for_minutes():
+    """Beginnings do not count: 24 of them made the sessions behind them cheap to move."""
+    sessions = ResidentSessions()
+    for session in range(40):
+        sessions.note(prompt(120, session), b"", "a", 0)
+        sessions.note(prompt(130, session), prompt(120, session)[-16:], "a", 0)
+    assert sessions.continued_share.value == 1.0
+    for turn in range(3):  # half of them are continued, and then none
+        for session in range(20):
+            tip = prompt(130 + 10 * turn, session)[-16:]
+            sessions.note(prompt(140 + 10 * turn, session), tip, "a", 3 * turn * MINUTE_NS)
+    assert 0.6 < sessions.continued_share.value < 0.9
+    sessions.note(prompt(120, 99), b"", "a", 30 * MINUTE_NS)
+    assert sessions.continued_share.value < 0.4
+
+
+def test_new_sessions_go_to_the_worker_with_fewest_where_it_costs_the_same():
+    """Short ones count as well: at random one server got so many that it forgot most of them."""
+    placer = placer_of(fleet(0, 4, random.Random(1)))
+    for slot in placer._workers:
+        slot.link.status.queued_prompt_tokens = slot.link.status.running = 0
+        slot.link.status.answering = 0
+    places = []
+    for number in range(24):
+        request = GenerationRequest(
+            request_id=str(number),
+            prompt=tuple(range(1000 * number, 1000 * number + 320)),
+            sampling=SamplingParams(max_tokens=8),
+            arrived_ns=0,
+            deadline_ns=10**18,
+        )
+        places.append(placer.place(request).decode_id)
+        placer.release(str(number))
+    assert sorted(map(places.count, set(places))) == [6, 6, 6, 6]
+
+
 def test_a_session_is_recognised_when_it_is_short_and_when_it_was_evicted():
     placer = placer_of(fleet(0, 4, random.Random(1)))
     continues = []
