@@ -301,7 +301,9 @@ class ServedModel:
                     f"limit is {most} characters",
                 )
             return
-        if len(text) > limit and (least := self._length_bound.fewest_tokens(text)) > limit:
+        if len(text) <= limit or not self._length_bound.may_exceed(len(text), limit):
+            return
+        if (least := self._length_bound.fewest_tokens(text)) > limit:
             raise self.too_long(param, f"at least {least}", limit)
 
     def vocabulary(self) -> Vocabulary:

@@ -11,6 +11,7 @@ from typing import Self
 
 from baton.text.tokenizer import TextTokenizer
 
+_MOST_BYTES = 4  # of a character
 _NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 _SHRINKS = {"": 1, "NFC": 3, "NFKC": 4}  # most bytes of text per tokenized byte
 _SPACES_ONLY = 'Replace(pattern=String(" "), content="▁")'
@@ -48,6 +49,10 @@ class LengthBound:
             most_spaces=max(piece.count(b" ") for piece in pieces),
             dropped=bytes(sorted(dropped)),
         )
+
+    def may_exceed(self, characters: int, limit: int) -> bool:
+        """Return whether the bound of a text of so many characters may be above ``limit``."""
+        return _MOST_BYTES * characters > limit * (self.most_spaces or self.longest_bytes)
 
     def fewest_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of ``text``."""

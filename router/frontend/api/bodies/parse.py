@@ -7,6 +7,7 @@ runs in a thread. Therefore the number of objects in a body is limited.
 from functools import cache
 from typing import Any, TypeVar, get_args
 
+import numpy as np
 from pydantic import ValidationError
 from pydantic_core import from_json
 
@@ -88,8 +89,11 @@ def checked(
 
 def _check_structure(raw: bytes) -> None:
     """Reject a JSON text of more than `MAX_STRUCTURES`, or of more than `MAX_VALUES`."""
-    many = sum(map(raw.count, (b"[", b"{", b":"))) > MAX_STRUCTURES
-    if not many and raw.count(b",") <= MAX_VALUES:
+    if len(raw) <= MAX_STRUCTURES:
+        return
+    written = np.frombuffer(raw, np.uint8)  # counted a fifth as fast by `bytes.count`
+    many = sum(np.count_nonzero(written == byte) for byte in b"[{:") > MAX_STRUCTURES
+    if not many and np.count_nonzero(written == ord(",")) <= MAX_VALUES:
         return
     kept = raw.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_STRUCTURE)
     count = 0
