@@ -95,9 +95,9 @@ test-vllm: $(VENV)/.dev ## test a fleet of real vLLM workers; its environment ta
 	@$(BIN)/python -m tests.vllm.environment
 	$(PYTEST) -q tests/vllm/test_fleet.py tests/vllm/test_adapters.py tests/vllm/test_attached.py tests/vllm/test_baton_hand_off.py tests/vllm/test_flags.py tests/vllm/test_images.py tests/vllm/test_versions.py tests/vllm/test_tiers.py
 
-test-vllm-hand-off: $(VENV)/.dev ## test KV hand-offs by NIXL and by Baton between two and three vLLM workers, and kills of each process
+test-vllm-hand-off: $(VENV)/.dev ## test KV hand-offs by NIXL and by Baton between vLLM workers, and kills of each process
 	@$(BIN)/python -m tests.vllm.environment
-	$(PYTEST) -q tests/vllm/test_pair.py tests/vllm/test_hand_off.py tests/vllm/test_ranks.py tests/vllm/test_exact.py tests/vllm/test_attached_hand_off.py
+	$(PYTEST) -q tests/vllm/test_hand_off.py tests/vllm/test_ranks.py tests/vllm/test_exact.py tests/vllm/test_attached_hand_off.py
 
 test-hosts: $(VENV)/.dev ## test a fleet on five hosts (network namespaces) and its faults; needs root
 	$(PYTEST) -q tests/hosts

@@ -177,6 +177,17 @@ def test_kv_tiers_of_vllm_are_memory_below_gpus() -> None:
             config({"vllm": {**vllm, **other}})
     with pytest.raises(ValidationError, match=r"kv_tiers: not for vllm workers; vllm has `vllm: "):
         config({"kv_tiers": {"memory_mb": 512}})
+    shared = {"disk_mb": 512, "disk_folder": "/kv", "disk_shared": True}
+    with pytest.raises(ValidationError, match="checks no digests of the files that it reads"):
+        config({"kv_tiers": shared})
+
+
+def test_workers_share_the_disk_beside_their_own_folders() -> None:
+    shared = {"disk_mb": 512, "disk_folder": "/kv", "disk_shared": True}
+    fleet = FleetConfig.model_validate({"model": "/m", "fleet": "x", "pools": {"kv_tiers": shared}})
+    tiers = [engine_settings(fleet, "decode", f"worker-{number}").kv_tiers for number in (0, 1)]
+    assert all(one.disk_shared for one in tiers)
+    assert [one.disk_folder for one in tiers] == ["/kv/x/worker-0", "/kv/x/worker-1"]
 
 
 def test_prefill_workers_may_have_another_width() -> None:

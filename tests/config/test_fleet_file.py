@@ -143,6 +143,10 @@ def test_texts_are_logged_only_where_there_is_a_line_for_them() -> None:
             "kv_tiers need `tensor_parallel: {memory: shared}`",
         ),
         (
+            "pools: {kv_tiers: {memory_mb: 64, disk_folder: /kv, disk_shared: true}}",
+            "disk_shared needs `disk_mb`, the disk space of each worker",
+        ),
+        (
             "pools: {tensor_parallel: {decode: 2, memory: own, nodes: several}}",
             "`nodes` is not supported: ranks of a replica are on one host",
         ),

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
+from typing import Protocol
 
 import psutil
 import pytest
@@ -31,10 +32,15 @@ TOKEN_BYTES = 30 * 2 * 3 * 64 * 2  # layers, K and V, heads, values, bf16
 EXTERNAL_HITS = "external_prefix_cache_hits_total"
 
 
+class Start(Protocol):
+    """Starts a worker with further arguments for its vLLM."""
+
+    async def __call__(self, worker_id: str, *own: str) -> WorkerProcess: ...
+
+
 @contextlib.asynccontextmanager
-async def pair(
-    model: Path = MODEL, *more: str, prefill_args: tuple[str, ...] = ()
-) -> AsyncIterator[tuple[WorkerProcess, WorkerProcess]]:
+async def starting(model: Path = MODEL, *more: str) -> AsyncIterator[Start]:
+    """Return what starts workers, and stop them all at the end."""
     async with contextlib.AsyncExitStack() as undo:
         # long prompts take several steps
         args = (*ARGS, "--dtype", "bfloat16", "--max-num-batched-tokens", "256", *more)
@@ -55,8 +61,14 @@ async def pair(
             undo.push_async_callback(worker.stop)
             return worker
 
-        started = await asyncio.gather(start("prefill-0", *prefill_args), start("decode-0"))
-        yield started[0], started[1]
+        yield start
+
+
+@contextlib.asynccontextmanager
+async def pair() -> AsyncIterator[tuple[WorkerProcess, WorkerProcess]]:
+    async with starting() as start:
+        prefill, decode = await asyncio.gather(start("prefill-0"), start("decode-0"))
+        yield prefill, decode
 
 
 def vllm_of(worker: WorkerProcess) -> str:

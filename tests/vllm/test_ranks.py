@@ -10,7 +10,7 @@ import pytest
 from tests.engine import tiny_llama
 from tests.vllm.hand_offs import doubtful, vllm_metric
 from tests.vllm.places import MODEL, PYTHON
-from tests.vllm.test_baton_hand_off import ANSWER, EXTERNAL_HITS, check_rest, pair, vllm_of
+from tests.vllm.test_baton_hand_off import ANSWER, EXTERNAL_HITS, check_rest, starting, vllm_of
 from tests.vllm.test_fleet import alone
 from tests.workers.harness import MiniRouter, WorkerProcess
 from tests.workers.test_prefix_pull import outcomes
@@ -22,40 +22,52 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="`make test-vllm` makes the environment"),
 ]
 
+WIDTH = "--tensor-parallel-size"
 
-@pytest.mark.parametrize("prefill_ranks", [2, 1])
-async def test_ranks_hand_over_to_two_ranks(tmp_path: Path, prefill_ranks: int) -> None:
+
+async def test_two_ranks_and_one_hand_over_to_two_ranks(tmp_path: Path) -> None:
+    """To one decode worker, as its four processes take half a minute to start."""
     model = tmp_path / "model"  # the heads of SmolLM2 cannot be divided by two
     tiny_llama.write_llama(model, heads=4, kv_heads=2, context_tokens=2048)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL / name, model)
-    width = "--tensor-parallel-size"
-    own = (width, str(prefill_ranks))
-    async with pair(model, width, "2", prefill_args=own) as (prefill, decode):
+    async with starting(model, WIDTH, "2") as start:
+        decode, prefill = await asyncio.gather(start("decode-0"), start("prefill-2", WIDTH, "2"))
         router = MiniRouter(decode)
         await router.connect()
-        await check_hand_offs(router, prefill, most_ties=1 if prefill_ranks == 2 else 4)
-        await check_pull_from_decode(router, prefill)
-        await router.baseline(30.0)
+        await check_from(router, prefill, ranks=2, most_ties=1)
+        await prefill.stop()
+        await check_from(router, await start("prefill-1", WIDTH, "1"), ranks=1, most_ties=4)
         await router.close()
-        for worker in (prefill, decode):
-            await check_rest(vllm_of(worker))
+        await check_rest(vllm_of(decode))
 
 
-async def check_hand_offs(router: MiniRouter, prefill: WorkerProcess, most_ties: int) -> None:
+async def check_from(
+    router: MiniRouter, prefill: WorkerProcess, ranks: int, most_ties: int
+) -> None:
+    await check_hand_offs(router, prefill, ranks, most_ties)
+    await check_pull_from_decode(router, prefill, ranks)
+    await router.baseline(30.0)
+    await check_rest(vllm_of(prefill))
+
+
+async def check_hand_offs(
+    router: MiniRouter, prefill: WorkerProcess, ranks: int, most_ties: int
+) -> None:
     """Check the tokens of prompts that the decode worker's ranks load.
 
     Other widths give other sums, so that more near ties differ.
     """
     own_socket = vllm_of(router.worker)
+    before = await asyncio.to_thread(vllm_metric, own_socket, EXTERNAL_HITS)
     repaired = 0
     loaded_tokens = 0
     different: list[int] = []
     for number in range(8):
-        name = f"r{number}"
-        prompt = [5 + (40 * number + 7 * at) % 500 for at in range(17 + 90 * number)]
+        name = f"r{number} of {ranks}"
+        prompt = [5 + (40 * number + 13 * ranks + 7 * at) % 500 for at in range(17 + 90 * number)]
         await router.submit(name, prompt, prefill, sampling=ANSWER)
         ended = await router.ended(name, 60.0)
         assert not ended.HasField("error"), ended
@@ -67,17 +79,20 @@ async def check_hand_offs(router: MiniRouter, prefill: WorkerProcess, most_ties:
             different.append(number)
             assert not await doubtful(own_socket, prompt, tokens), (number, tokens)
     assert len(different) <= most_ties, different
-    assert await asyncio.to_thread(vllm_metric, own_socket, EXTERNAL_HITS) == loaded_tokens
+    after = await asyncio.to_thread(vllm_metric, own_socket, EXTERNAL_HITS)
+    assert after - before == loaded_tokens
     assert repaired > 0
 
 
-async def check_pull_from_decode(router: MiniRouter, prefill: WorkerProcess) -> None:
+async def check_pull_from_decode(router: MiniRouter, prefill: WorkerProcess, ranks: int) -> None:
     """Check the tokens of a turn whose prefix, the last response included, is at decode's ranks."""
     sampling = {"max_tokens": 60, "ignore_eos": True}
-    await router.submit("turn 1", list(range(7, 207)), sampling=sampling)
-    assert not (await router.ended("turn 1", 60.0)).HasField("error")
+    first = f"turn 1 of {ranks}"
+    begin = 7 * ranks
+    await router.submit(first, list(range(begin, begin + 200)), sampling=sampling)
+    assert not (await router.ended(first, 60.0)).HasField("error")
     await asyncio.sleep(1.0)  # vLLM's KV events follow the response
-    prompt = [*range(7, 207), *router.tokens["turn 1"][0], *range(300, 350)]
+    prompt = [*range(begin, begin + 200), *router.tokens[first][0], *range(300, 350)]
     at_prefill = MiniRouter(prefill, "owner")
     await at_prefill.connect()
     source = (router.worker, 256 // 16)

@@ -30,6 +30,9 @@ PROBES = ("d/probe-", "p/probe-")
 SILENCE_NS = 3_000_000_000
 """Silence after which an engine with short steps counts as hung; a loop without steps reports."""
 
+SERVER_SILENCE_NS = 10_000_000_000
+"""The same for a server that the worker has started: it may take 8 s to answer on busy cores."""
+
 _STEPS_OF_SILENCE = 3  # further silence allowed, in steps as long as the longest recent one
 _RECENT_STEPS = 64
 
@@ -43,6 +46,7 @@ class EngineHandle:
         self.load = ev.StepDone(blocks=BlockCounts(total=total, free=total))
         self.sick = ""
         self.silent = False  # the step loop hangs or is stopped
+        self.silence_ns = SILENCE_NS
         self.may_be_silent: Callable[[], bool] = lambda: True
         self._report_ns = ALIVE.now_ns()
         self.adapters: set[bytes] = set()  # digests of loaded adapters
@@ -151,7 +155,7 @@ class EngineHandle:
         Args:
             alive_ns: The time by ``baton.telemetry.alive_clock``.
         """
-        limit_ns = SILENCE_NS + _STEPS_OF_SILENCE * max(self._durations_ns)
+        limit_ns = self.silence_ns + _STEPS_OF_SILENCE * max(self._durations_ns)
         is_late = alive_ns - self._report_ns > limit_ns
         if is_late and not self.silent and self.may_be_silent():
             self.silent = True

@@ -22,7 +22,7 @@ from baton.engine.emulated import EmulatedRunner
 from baton.engine.process.tier_copier import BlockMover, Erasure
 from baton.engine.process.tier_shelves import DiskShelf, MemoryShelf
 from baton.types import events as ev
-from baton.types.block_hashes import tag_in
+from baton.types.block_hashes import block_hashes, tag_in
 from baton.types.errors import UnavailableError
 from baton.types.geometry import KvGeometry
 from baton.types.params import SamplingParams
@@ -399,6 +399,11 @@ def test_a_deleted_tenants_blocks_are_forgotten_in_every_place_and_others_stay()
     engine.baseline()
 
 
+ALL_NAMES = [
+    name for number in range(5) for name in block_hashes(SEED, prompt_of(number, 7)[: 7 * 16])
+]
+
+
 class AnySchedule(RuleBasedStateMachine):
     """Prompts come, are cancelled, and copies end in any order and any way."""
 
@@ -409,6 +414,7 @@ class AnySchedule(RuleBasedStateMachine):
         self.names: dict[str, list[int]] = {}
         self.cancelled: set[str] = set()
         self.forgotten = False
+        self.seen = set(ALL_NAMES)
 
     @rule(
         number=st.integers(0, 4),
@@ -433,7 +439,10 @@ class AnySchedule(RuleBasedStateMachine):
         for _ in range(count):
             self.engine.step()
 
-    @rule(seed=st.integers(0, 999), outcome=st.sampled_from(["", "", "", "damaged", "failed"]))
+    @rule(
+        seed=st.integers(0, 999),
+        outcome=st.sampled_from(["", "", "", "damaged", "gone", "failed"]),
+    )
     def end_copy(self, seed, outcome):
         if self.engine.pending:
             index = random.Random(seed).randrange(len(self.engine.pending))
@@ -453,6 +462,14 @@ class AnySchedule(RuleBasedStateMachine):
             name = random.Random(seed).choice(sorted(self.names))
             self.cancelled.add(name)
             self.engine.core.scheduler.cancel(name)
+
+    @rule(seed=st.integers(0, 999), removed=st.booleans())
+    def others_change(self, seed, removed):
+        """Blocks of another worker, which cannot be read here: each is a miss."""
+        self.seen |= self.engine.names()
+        some = random.Random(seed).sample(sorted(self.seen), len(self.seen) // 2)
+        changes = ((), some) if removed else (some, ())
+        self.engine.core.tiers.note_elsewhere(*changes)
 
     @rule()
     def forget(self):
