@@ -68,7 +68,7 @@ class VllmServers(Servers):
         os.killpg(self._processes[0].pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """End all servers."""
+        """End the processes of all servers."""
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

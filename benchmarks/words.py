@@ -64,7 +64,7 @@ class _Issuer(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Log nothing."""
+        """Do not log the request."""
 
 
 @contextlib.contextmanager
