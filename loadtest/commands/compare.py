@@ -55,7 +55,14 @@ class _Runs:
 
 
 @with_options(
-    *("url", "model", "tenant_keys", "token_ids", "ignore_eos", "headers", "timeout_s", "cv"),
+    "url",
+    "model",
+    "tenant_keys",
+    "token_ids",
+    "ignore_eos",
+    "headers",
+    "timeout_s",
+    "cv",
     *DISTURBANCES,
 )
 def compare(
