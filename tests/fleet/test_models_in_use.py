@@ -136,6 +136,7 @@ def ray_address() -> Iterator[str]:
             file = Path(folder) / "ray_current_cluster"
             wait_for(file.exists, 40)
             yield file.read_text().strip()
+            assert head.poll() is None, "the cluster is not the fleet's to stop"
         finally:
             head.terminate()
             head.wait(30)

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -185,34 +184,6 @@ def test_the_users_own_modules_do_not_take_the_place_of_batons(
     served.process.send_signal(signal.SIGINT)
     assert served.process.wait(15) == 0
     wait_for(lambda: not list(fleet_state.processes_of(state.run_folder)), 1)
-
-
-@pytest.mark.slow
-def test_on_an_existing_ray_cluster(serve: Serve) -> None:
-    ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    with tempfile.TemporaryDirectory(prefix="btr") as folder:
-        head = subprocess.Popen(
-            [
-                *[*ray, "start", "--head", "--block", "--port=0", "--num-cpus=4"],
-                *[f"--temp-dir={folder}", "--include-dashboard=false", "--disable-usage-stats"],
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            address_file = Path(folder) / "ray_current_cluster"
-            wait_for(address_file.exists, 40)
-            address = address_file.read_text().strip()
-            command = [sys.executable, "-m", "fleet.cli.main", "up", "--address", address]
-            served = serve(command)
-            assert ask(served.wait_ready())[0] == "The capital of France is Paris."
-            served.process.send_signal(signal.SIGTERM)
-            assert served.process.wait(20) == 0
-            assert head.poll() is None, "the cluster is not ours to stop"
-        finally:
-            head.terminate()
-            head.wait(30)
 
 
 @pytest.mark.slow
