@@ -272,10 +272,9 @@ class Placer:
         length = len(request.prompt)
         self._crowding.placed(length, chosen.uncached_tokens, self._sessions.continued_share.value)
         is_long = computes.prompt_s(length, context_tokens(0, length)) >= LEAST_S
-        tip = quote.session.tip
-        worker_id = computes.worker_id
-        self._sessions.note(quote.hashes, tip, worker_id, at_ns, is_long=is_long)
-        if is_long and quote.session.continues:
+        session = quote.session
+        self._sessions.note(quote.hashes, session.tip, computes.worker_id, at_ns, is_long=is_long)
+        if is_long and session.continues:
             self._sessions.turn_s.add(chosen.terms.compute_s)
         if self.computing.begin(request.request_id, quote.hashes, chosen, at_ns):
             return
@@ -324,9 +323,8 @@ class Placer:
             bisect_left(placed.costs_s, placed.costs_s[0] + self._settings.tie_s)
         )
         if not prompt.session.tip and len(ties) > 1:
-            ties = self._sessions.with_fewest(
-                [placed[place].computes.slot.worker_id for place in ties]
-            )
+            equal = placed[: len(ties)]
+            ties = self._sessions.with_fewest([one.computes.slot.worker_id for one in equal])
         if may_spread and prompt.cached_blocks:
             workers = [placement.computes.slot.worker_id for placement in placed]
             priced = zip(workers, placed.costs_s, strict=True)
