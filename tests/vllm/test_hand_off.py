@@ -106,18 +106,6 @@ def test_idle_workers_do_not_poll(fleet: Fleet) -> None:
     wait_for(lambda: cores_used(fleet, 4.0) < 0.5, 20)  # threads that poll never rest
 
 
-@pytest.mark.parametrize("fleet", ["nixl"], indirect=True)
-async def test_without_the_batch_invariant_mode_the_bits_depend_on_the_batch(fleet: Fleet) -> None:
-    folder = str(Path(next(iter(sockets(fleet).values()))).parent)
-    origin = origin_in(folder)
-    facts = await read_facts(folder)
-    with pytest.raises(InternalError, match="mode is off"):
-        await prove_exact(origin, facts, VOCABULARY)
-    pretended = msgspec.structs.replace(facts, batch_invariant=True)
-    with pytest.raises(InternalError, match="in a batch differ from those of"):
-        await prove_exact(origin, pretended, VOCABULARY)
-
-
 def test_choices_and_logprobs_come_through_the_hand_off(fleet: Fleet) -> None:
     more = {"n": 2, "max_tokens": 6, "logprobs": 3, "temperature": 1.0, "seed": 3}
     choices = complete(fleet, "Hello, my name is", **more).json()["choices"]
@@ -233,3 +221,16 @@ def test_nothing_is_left_after_the_kills(fleet: Fleet) -> None:
     wait_for(lambda: len(fleet.ready()) == 3, READY_S)
     wait_for(lambda: at_rest(fleet), REST_S)
     complete(fleet, "The capital of France is", max_tokens=4)
+
+
+@pytest.mark.parametrize("fleet", ["nixl"], indirect=True)
+async def test_without_the_batch_invariant_mode_the_bits_depend_on_the_batch(fleet: Fleet) -> None:
+    """The last one: on a busy host its batch may hold up the worker's probe for too long."""
+    folder = str(Path(next(iter(sockets(fleet).values()))).parent)
+    origin = origin_in(folder)
+    facts = await read_facts(folder)
+    with pytest.raises(InternalError, match="mode is off"):
+        await prove_exact(origin, facts, VOCABULARY)
+    pretended = msgspec.structs.replace(facts, batch_invariant=True)
+    with pytest.raises(InternalError, match="in a batch differ from those of"):
+        await prove_exact(origin, pretended, VOCABULARY)
