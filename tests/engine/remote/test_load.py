@@ -123,6 +123,20 @@ def test_prompts_that_wait_for_each_other_are_not_timed_twice() -> None:
     assert (first.duration_ns, second.duration_ns) == (100 * MS, 100 * MS)
 
 
+def test_prompts_that_waited_through_the_same_step_are_not_timed_twice() -> None:
+    meter = LoadMeter(total_blocks=1000)
+    meter.submitted("c", 0, SequenceProgress(1, 0, 0))
+    meter.tokens("c", 0, 1, 10 * MS, 0)
+    meter.end_step(0)
+    for request in ("a", "b"):
+        meter.submitted(request, 0, SequenceProgress(100, 0, 20 * MS))
+    durations_ms = []
+    for request, now_ms in (("c", 50), ("a", 100), ("b", 200)):
+        meter.tokens(request, 0, 1, now_ms * MS, 0)
+        durations_ms.append(meter.end_step(0).duration_ns // MS)
+    assert durations_ms[1:] == [50, 100]
+
+
 def test_the_rates_that_routers_use_come_out() -> None:
     meter = LoadMeter(total_blocks=1000)
     rates = StepRates()
