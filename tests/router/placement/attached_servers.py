@@ -298,4 +298,4 @@ if __name__ == "__main__":
     for share in (0.5, 0.9, 0.99):
         mean_s = statistics.fmean(world.ttft_s(share) for world in worlds)
         each = " ".join(f"{1e3 * world.ttft_s(share):.0f}" for world in worlds)
-        print(f"first token at {share:.0%}: {1e3 * mean_s:.0f} ms ({each})")
+        print(f"first token at p{100 * share:.0f}: {1e3 * mean_s:.0f} ms ({each})")
