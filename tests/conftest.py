@@ -22,7 +22,6 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 import tests.soak  # noqa: F401 - selects hypothesis' profile
-from tests import forked_workers, preloaded
 
 TOGETHER = ("tests/e2e/", "tests/hosts/")
 # A context reads all certificates of the system, which takes 25 ms; tests open hundreds of clients.
@@ -55,17 +54,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     """The scheduler, whatever ``--dist`` says; files in the order of their names."""
     config.option.loadscopereorder = False
     return ByFile(config, log)
-
-
-@pytest.fixture(scope="module")
-def preloaded_ranks() -> Iterator[None]:
-    with preloaded.preloaded_ranks():
-        yield
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    forked_workers.fork(config, len(specs))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,7 +22,6 @@ from tests.matrix.cases import WAYS, Case, every_case, every_pair, pairs_of, sam
 from tests.matrix.rig import COMPETITOR_TOKENS, PROMPT_TOKENS, Rig
 from tests.matrix.tiny import write_tiny
 
-pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 GRAMMAR = translate("regex", "([a-f0-9]{2}-){6,20}z")
 
 

@@ -51,7 +51,6 @@ from tests.engine.cpu.integer_kernel import needs_integer_products
 from tests.engine.lora_files import write_adapter
 from tests.engine.tiny_llama import write_llama
 
-pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 SEEDED = SamplingParams(max_tokens=4, temperature=0.9, top_p=0.95, seed=1234)
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 
