@@ -15,7 +15,7 @@ from batonpb import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from baton.addresses import join_address
 from baton.engine.emulated_timing import TIMINGS
 from baton.engine.process.client import EngineClient
-from baton.engine.process.handle import SERVER_SILENCE_NS, EngineHandle
+from baton.engine.process.handle import EngineHandle
 from baton.engine.settings import EngineSettings
 from baton.model.artifact import resolve_model
 from baton.model.trust import check_trust
@@ -133,9 +133,7 @@ async def start_engine(context: StartContext, stack: AsyncExitStack) -> EngineHa
     client = await EngineClient.start(
         engine_settings, progress, stderr, count_task_failure=failure_counter(metrics)
     )
-    engine = EngineHandle(client)
-    if engine_settings.external is not None:
-        engine.silence_ns = SERVER_SILENCE_NS
+    engine = EngineHandle(client, is_server=engine_settings.external is not None)
     stack.push_async_callback(engine.client.stop)
     metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
     geometry = engine.client.ready.geometry

@@ -38,15 +38,20 @@ _RECENT_STEPS = 64
 
 
 class EngineHandle:
-    """Engine shared by the two services of a worker."""
+    """Engine shared by the two services of a worker.
 
-    def __init__(self, client: EngineClient | InnerLink) -> None:
+    Args:
+        client: Connection to it.
+        is_server: Whether it is a server that the worker has started.
+    """
+
+    def __init__(self, client: EngineClient | InnerLink, *, is_server: bool = False) -> None:
         total = client.ready.geometry.num_blocks
         self.client = client
         self.load = ev.StepDone(blocks=BlockCounts(total=total, free=total))
         self.sick = ""
         self.silent = False  # the step loop hangs or is stopped
-        self.silence_ns = SILENCE_NS
+        self._silence_ns = SERVER_SILENCE_NS if is_server else SILENCE_NS
         self.may_be_silent: Callable[[], bool] = lambda: True
         self._report_ns = ALIVE.now_ns()
         self.adapters: set[bytes] = set()  # digests of loaded adapters
@@ -155,7 +160,7 @@ class EngineHandle:
         Args:
             alive_ns: The time by ``baton.telemetry.alive_clock``.
         """
-        limit_ns = self.silence_ns + _STEPS_OF_SILENCE * max(self._durations_ns)
+        limit_ns = self._silence_ns + _STEPS_OF_SILENCE * max(self._durations_ns)
         is_late = alive_ns - self._report_ns > limit_ns
         if is_late and not self.silent and self.may_be_silent():
             self.silent = True

@@ -213,7 +213,8 @@ def test_a_client_that_leaves_takes_its_load_along(rig: Rig) -> None:
             stack.enter_context(open_stream(rig, 2000, rig.silent))
         assert upstream(rig.ask(tokens(32))) == rig.speaking.name
     wait_for(lambda: ended() >= before + 17, 3)
-    chosen = {upstream(rig.ask(tokens(32))) for _ in range(12)}
+    # the first ones go to the other server, which had fewer
+    chosen = {upstream(rig.ask(tokens(32))) for _ in range(40)}
     assert chosen == {server.name for server in rig.servers}
 
 

@@ -8,6 +8,7 @@ from router.routing.reports.past_reports import PastReports
 from router.routing.reports.request_reports import past_reports
 from tests.router.api.test_tracing import recorded
 from tests.router.conftest import until
+from tests.router.emulated_worker import Script
 
 KEYS = {
     "sk-one": ApiKeyConfig(tenant="one"),
@@ -111,7 +112,7 @@ async def test_reports_are_left_for_the_next_process(make_fleet, tmp_path):
 
 
 async def test_reports_have_the_same_fields_whether_refused_or_served(make_fleet):
-    fleet = await make_fleet({"decode-0": None}, kept_records=3)
+    fleet = await make_fleet({"decode-0": Script(step_s=0.05)}, kept_records=3)
     served = await fleet.chat()
     await until(lambda: fleet.lane.gateway.in_flight == 0)
     refused = [await fleet.chat(temperature=-1) for _ in range(5)]
