@@ -30,7 +30,7 @@ class Kind(enum.Enum):
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about a request except its prompt.
 
-    The gRPC shell fills it once (``baton.wire.codecs.request_spec_from_wire``), ``messages.Submit``
+    The gRPC shell fills it once (``baton.wire.submission.submit_from_wire``), ``messages.Submit``
     carries it, and ``EngineRequest`` holds it. A new field is added here and where it is used.
     """
 

@@ -59,7 +59,7 @@ def test_prompts_that_are_all_alike_do_not_tell_what_context_costs() -> None:
 
 
 def test_short_prompts_do_not_tell_how_fast_long_ones_are() -> None:
-    """What each step takes besides its tokens made a worker look half as fast as its equals."""
+    """The fixed time of a step made a worker look half as fast as others."""
     rates = StepRates()
     for _ in range(20):
         rates.add(step(18_000, 18_050, 0.015 + 50 * 2e-4))

@@ -15,7 +15,7 @@ from tests.loadtest.tiny_server import Stream, tiny_server, words
 
 
 def figures(rate: float, good: float) -> PhaseFigures:
-    """Of 100 seconds."""
+    """Return the figures of a phase of 100 seconds."""
     sent = round(100 * rate)
     served = round(100 * good)
     return PhaseFigures(
