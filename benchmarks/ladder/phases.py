@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from batonpb.decode_pb2 import Submission
 
+from baton.engine.block_names import packed_names
 from baton.types.params import SamplingParams
 from baton.wire.tokens import pack_tokens
 from benchmarks.placement import fleet, placer_of
@@ -18,8 +19,6 @@ from router.frontend.api.bodies.rendering import rendering_of
 from router.frontend.api.structured_output import requested_grammar
 from router.frontend.api.tool_use.offered import messages_of, offered
 from router.request import GenerationRequest
-from router.routing.placement.native.library import load
-from router.routing.placement.prompt_hashes import native_hashes
 from router.served_model import ServedModel
 
 _SEED = bytes(16)
@@ -75,9 +74,7 @@ def phases_of(raw: bytes, model: ServedModel) -> Phases:
     with watch.part("tokenizer"):
         prompt = model.encode_rendered(text)
     with watch.part("hashes"):
-        library = load()
-        if library is not None:
-            native_hashes(library, _SEED, prompt)
+        packed_names(_SEED, pack_tokens(prompt))
     request = GenerationRequest(
         request_id=secrets.token_hex(8),
         prompt=prompt,

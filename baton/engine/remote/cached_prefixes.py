@@ -14,8 +14,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from itertools import takewhile
 from typing import Any
 
+from baton.engine.block_names import block_names
 from baton.engine.remote.live_request import LiveRequest
-from baton.types.block_hashes import block_hashes
 from baton.types.events import CacheChanged
 from baton.types.geometry import BLOCK_TOKENS
 from baton.types.images import hashed_tokens
@@ -178,7 +178,7 @@ class ApproximatePrefixes(CachedPrefixes):
         hashed = hashed_tokens(request.prompt, request.spec.images)
         behind = hashed[len(hashes) * BLOCK_TOKENS :]
         behind = [*behind, *request.emitted(choice), *request.generated.pop(choice, ())]
-        self._recent.use([*hashes, *block_hashes(parent, behind[:-1])])  # not the last token
+        self._recent.use([*hashes, *block_names(parent, behind[:-1])])  # not the last token
 
     def disable(self) -> None:
         """Forget all blocks, and remember none from now on."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from baton.engine.block_names import TOKEN_BYTES, block_names
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
 from baton.engine.remote.cached_prefixes import CachedPrefixes
@@ -22,7 +23,6 @@ from baton.engine.remote.live_request import LiveRequest, Parameters
 from baton.engine.remote.load import LoadMeter, SequenceProgress
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types import events as ev
-from baton.types.block_hashes import block_hashes
 from baton.types.errors import BatonError, CancelledError_
 from baton.types.images import hashed_tokens
 
@@ -178,10 +178,12 @@ class RemoteEngine(ABC):
         self._begin(request)
 
     def _live(self, command: messages.Submit, generation: int) -> LiveRequest:
-        prompt: list[int] = np.frombuffer(command.prompt_token_ids, dtype="<u4").tolist()
+        packed = command.prompt_token_ids
+        prompt: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
+        if images := command.spec.images:
+            packed = np.asarray(hashed_tokens(prompt, images), dtype="<u4").tobytes()
         is_held = command.spec.kind is Kind.HELD  # else the last token is computed
-        hashed = hashed_tokens(prompt, command.spec.images)
-        hashes = block_hashes(command.spec.hash_seed, hashed if is_held else hashed[:-1])
+        hashes = block_names(command.spec.hash_seed, packed if is_held else packed[:-TOKEN_BYTES])
         return LiveRequest(command, prompt, generation, hashes)
 
     def _queue(self, request: LiveRequest) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from baton.engine.block_names import block_names
 from baton.types.block_hashes import block_hashes, seed_past_baton
 from baton.types.events import CacheChanged
 from baton.types.geometry import BLOCK_TOKENS
@@ -161,7 +162,7 @@ class CachedBlocks:
             msgspec.DecodeError: The batch is of an unknown format.
         """
         pool = _Changes(self._held)
-        reach = _Changes(self._reach)
+        reach = _Changes(self._reach, counts_any=self._has_tier)
         for event in _decoder.decode(payload).events:
             match event:
                 case BlockStored() if _in_pool(event.medium, event.group_idx):
@@ -184,7 +185,7 @@ class CachedBlocks:
     def clear(self) -> CacheChanged:
         """Forget all blocks, and return what Baton's index loses."""
         pool = _Changes(self._held)
-        reach = _Changes(self._reach)
+        reach = _Changes(self._reach, counts_any=self._has_tier)
         pool.clear()
         reach.clear()
         self._copies.clear()
@@ -213,6 +214,7 @@ class CachedBlocks:
     def _store(self, event: BlockStored, pool: "_Changes", reach: "_Changes") -> None:
         parent = self._parent(event)
         size = event.block_size
+        texts = _names_of_texts(parent, event)
         for place, name in enumerate(event.block_hashes):
             self._copies[name] += 1
             if (known := self._hashes.get(name)) is not None:
@@ -223,12 +225,16 @@ class CachedBlocks:
                 continue
             if parent is None:
                 continue
-            keys = (event.extra_keys[place] if event.extra_keys else None) or ()
-            tokens = _hashed(event.token_ids[place * size : (place + 1) * size], keys)
-            if tokens is None:  # an image that Baton has not sent
-                parent = None
-                continue
-            hashes = tuple(block_hashes(parent, tokens))
+            if texts:
+                count = size // BLOCK_TOKENS
+                hashes = tuple(texts[place * count : (place + 1) * count])
+            else:
+                keys = (event.extra_keys[place] if event.extra_keys else None) or ()
+                tokens = _hashed(event.token_ids[place * size : (place + 1) * size], keys)
+                if tokens is None:  # an image that Baton has not sent
+                    parent = None
+                    continue
+                hashes = tuple(block_hashes(parent, tokens))
             self._hashes[name] = hashes
             pool.add(hashes)
             reach.add(hashes)
@@ -256,28 +262,29 @@ class CachedBlocks:
 
 
 class _Changes:
-    """Hashes that a count of blocks gains and loses in a batch."""
+    """Hashes that a count of blocks gains and loses in a batch, in order."""
 
-    def __init__(self, counts: Counter[bytes]) -> None:
+    def __init__(self, counts: Counter[bytes], *, counts_any: bool = True) -> None:
         self._counts = counts
-        self._gained: list[bytes] = []
-        self._lost: list[bytes] = []
+        self._counts_any = counts_any
+        self._gained: dict[bytes, None] = {}
+        self._lost: dict[bytes, None] = {}
 
     def add(self, hashes: Sequence[bytes]) -> None:
-        for block_hash in hashes:
+        for block_hash in hashes if self._counts_any else ():
             self._counts[block_hash] += 1
             if self._counts[block_hash] == 1:
                 _note(block_hash, self._gained, self._lost)
 
     def remove(self, hashes: Sequence[bytes]) -> None:
-        for block_hash in hashes:
+        for block_hash in hashes if self._counts_any else ():
             self._counts[block_hash] -= 1
             if not self._counts[block_hash]:
                 del self._counts[block_hash]
                 _note(block_hash, self._lost, self._gained)
 
     def clear(self) -> None:
-        self._lost += set(self._counts).difference(self._gained)
+        self._lost |= dict.fromkeys(name for name in self._counts if name not in self._gained)
         self._gained.clear()
         self._counts.clear()
 
@@ -300,14 +307,22 @@ def _hashed(tokens: Sequence[int], keys: Sequence[Any]) -> Sequence[int] | None:
     return hashed
 
 
+def _names_of_texts(parent: bytes | None, event: BlockStored) -> list[bytes]:
+    """Return Baton's hashes of all blocks of an event; none if a block has more than texts."""
+    keys = (key for keys_of_one in event.extra_keys or () for key in keys_of_one or ())
+    if parent is None or not all(isinstance(key, str) for key in keys):
+        return []
+    return [] if event.block_size % BLOCK_TOKENS else block_names(parent, event.token_ids)
+
+
 def _in_pool(medium: str | None, group: int | None) -> bool:
     """Return whether an event is of the pool of the first KV group, by which models are indexed."""
     return medium in (None, "GPU") and not group
 
 
-def _note(block_hash: bytes, gained: list[bytes], lost: list[bytes]) -> None:
+def _note(block_hash: bytes, gained: dict[bytes, None], lost: dict[bytes, None]) -> None:
     """Add a hash to ``gained``, or take back its entry in ``lost`` of the same batch."""
     if block_hash in lost:
-        lost.remove(block_hash)
+        del lost[block_hash]
     else:
-        gained.append(block_hash)
+        gained[block_hash] = None

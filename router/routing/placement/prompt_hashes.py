@@ -1,19 +1,14 @@
-"""Hashes of a prompt's blocks, as the workers compute them, concatenated.
+"""Hashes of a prompt's blocks, as the workers compute them, concatenated."""
 
-C++ (``native/``) takes a third of a microsecond per block, Python two.
-"""
-
-import ctypes
 from collections.abc import Sequence
 
 from batonpb.common_pb2 import Capabilities
 
-from baton.types.block_hashes import HASH_BYTES, KEY, block_hashes, hash_seed, seed_past_baton
-from baton.types.geometry import BLOCK_TOKENS
+from baton.engine.block_names import packed_names
+from baton.types.block_hashes import hash_seed, seed_past_baton
 from baton.wire.compatibility import format_id, kv_format
-from baton.wire.tokens import TOKEN_BYTES, pack_tokens
+from baton.wire.tokens import pack_tokens
 from router.request import GenerationRequest
-from router.routing.placement.native.library import load
 from router.routing.workers.slot import WorkerSlot
 
 _MAX_SEEDS = 1024
@@ -85,21 +80,4 @@ def prompt_hashes(
 
 
 def _hashes(seed: bytes, tokens: Sequence[int]) -> bytes:
-    library = load()
-    if library is None:
-        return b"".join(block_hashes(seed, tokens))
-    return native_hashes(library, seed, tokens)
-
-
-def native_hashes(library: ctypes.CDLL, seed: bytes, tokens: Sequence[int]) -> bytes:
-    """Compute ``block_hashes`` in C++."""
-    count = len(tokens) // BLOCK_TOKENS
-    if not count:
-        return b""
-    # Not a ctypes buffer: each length is a new type, which takes longer to create.
-    names = bytearray(count * HASH_BYTES)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(names))
-    packed = pack_tokens(tokens)
-    block_bytes = BLOCK_TOKENS * TOKEN_BYTES
-    library.baton_block_names(KEY, len(KEY), seed, packed, count, block_bytes, address)
-    return bytes(names)
+    return packed_names(seed, pack_tokens(tokens))

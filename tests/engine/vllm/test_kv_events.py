@@ -171,6 +171,24 @@ def test_a_block_behind_a_known_one_is_chained_to_it() -> None:
     assert list(found.stored) == block_hashes(SEEDS[0], LONG[:64])[2:]
 
 
+def test_a_batch_may_replace_a_million_tokens() -> None:
+    """It takes half a second; each hash was once compared with all of the batch (a minute)."""
+    count = 31_250
+    names = list(range(count))
+    later = list(range(count, 2 * count))
+    salt = SEEDS[0].hex()
+    old, new = ([start, *range(1, 32 * count)] for start in (7, 8))
+    cached = CachedBlocks()
+    stored = cached.apply(stored_event(names, None, old, salt)).stored
+    gone, come = (
+        msgspec.msgpack.decode(batch)[1][0]
+        for batch in (removed_event(*names), stored_event(later, None, new, salt))
+    )
+    change = cached.apply(msgspec.msgpack.encode([0.0, [gone, come], 0]))
+    assert change.removed == stored == tuple(block_hashes(SEEDS[0], old))
+    assert change.stored == tuple(block_hashes(SEEDS[0], new))
+
+
 def test_a_gap_is_requested_and_filled_in_order() -> None:
     order = EventOrder()
     assert order.missing_from == 0  # what was published before the subscription

@@ -1,28 +1,16 @@
-"""Names of a prompt's blocks: the bytes of hashlib's in C++, and computed ahead."""
+"""Names of a prompt's blocks, computed ahead."""
 
-import random
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
 from batonpb.common_pb2 import Capabilities
 
-from baton.types.block_hashes import HASH_BYTES, block_hashes
+from baton.types.block_hashes import HASH_BYTES
 from router.routing.placement import prompt_hashes
-from router.routing.placement.native.library import load
-from router.routing.placement.prompt_hashes import HashSeedCache, native_hashes
+from router.routing.placement.prompt_hashes import HashSeedCache
 from router.routing.workers.slot import WorkerSlot
 from tests.router.conftest import record_of
 from tests.router.requests.fake_links import request
-
-
-@pytest.mark.skipif(load() is None, reason="no compiler")
-@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 32, 100, 5000])
-def test_native_names_are_those_of_the_engine(tokens):
-    draw = random.Random(tokens)
-    for _ in range(20):
-        prompt, seed = [draw.randrange(2**32) for _ in range(tokens)], draw.randbytes(16)
-        assert native_hashes(load(), seed, prompt) == b"".join(block_hashes(seed, prompt))
 
 
 def test_hashes_computed_ahead_are_used_for_the_same_seed_and_prompt_only(monkeypatch):

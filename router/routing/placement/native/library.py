@@ -9,16 +9,12 @@ from baton.engine.compiled import Functions, compiled, declared
 
 # No contraction: prices must have the same bits as in Python.
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w", "-ffp-contract=off")
-_SOURCES = ("block_names.cpp", "block_table.cpp", "pricing.cpp")
+_SOURCES = ("block_table.cpp", "pricing.cpp")
 _POINTER = ctypes.c_void_p
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
 _I32 = ctypes.c_int32
 _FUNCTIONS: Functions = {
-    "baton_block_names": (
-        None,
-        (_POINTER, _U32, _POINTER, _POINTER, _U64, _U32, _POINTER),
-    ),
     "baton_blocks_new": (_POINTER, (_U32,)),
     "baton_blocks_delete": (None, (_POINTER,)),
     "baton_blocks_widen": (None, (_POINTER, _U32)),
