@@ -43,7 +43,7 @@ def packed_names(seed: bytes, packed: bytes) -> bytes:
     count = len(packed) // block_bytes
     library = load()
     if library is None:
-        return b"".join(block_hashes(seed, np.frombuffer(packed, dtype="<u4")))
+        return b"".join(block_hashes(seed, np.frombuffer(packed, dtype="<u4").tolist()))
     if not count:
         return b""
     # Not a ctypes buffer: each length is a new type, which takes longer to create.
