@@ -159,27 +159,23 @@ class RouterSession:
         self._make_room(size_bytes)
         self._frame.tokens.append(run)
         if run.index and not (run.logprobs or run.finish_reason):
-            place = (run.request_id, run.attempt, run.choice)
-            self._open_runs[place] = self._frame.tokens[-1]
+            self._open_runs[run.request_id, run.attempt, run.choice] = self._frame.tokens[-1]
         return size_bytes
 
     def _join(self, run: pb.TokenRun) -> int:
         """Add tokens to the run before them in this frame; return the added bytes, 0 for none.
 
-        A router that is behind reads one run of many tokens in less time than many runs. First
-        tokens, last ones and those with log-probabilities have runs of their own.
+        A router that is behind reads them in less time. First and last tokens, and those with
+        log-probabilities, have runs of their own. A frame of short runs grows to 6 MiB at most.
         """
         before = self._open_runs.get((run.request_id, run.attempt, run.choice))
-        size_bytes = len(run.token_ids)
         if before is None or run.logprobs or run.finish_reason:
             return 0
         count = count_tokens(before.token_ids)
-        is_full = count >= _RUN_TOKENS or self._frame_bytes + size_bytes > MAX_FRAME_BYTES
-        if is_full or before.index + count != run.index:
+        if 4 * count >= _RUN_TOKENS or before.index + count != run.index:
             return 0
         before.token_ids += run.token_ids
-        self._frame_bytes += size_bytes
-        return size_bytes
+        return len(run.token_ids)
 
     def route(self, route: pb.RequestRoute) -> None:
         """Add the workers that a request runs on."""

@@ -106,8 +106,7 @@ class Preparer:
             f"chatcmpl-{secrets.token_hex(16)}", body, caller, prompt, sampling, now_ns
         )
         check_prompt_logprobs(body, [request])
-        request = replace(request, images=images) if images else request
-        request = self._in_session(request, body, caller)
+        request = self._in_session(replace(request, images=images), body, caller)
         thinking = self._model.thinking_of(text, shown=body.include_reasoning is not False)
         only = must_call(body.tool_choice)
         calls = self._model.tool_syntax.expected(tools, only=only) if tools else None

@@ -126,17 +126,13 @@ class ChoiceRecord:
         if run.index != self.next_index or run.finish_reason:
             return 0
         ids = unpack_tokens(run.token_ids)
+        self._ids.extend(ids)
         self.next_index += len(ids)
         self.completion_tokens += len(ids)
-        for token_id in ids:
-            self._ids.append(token_id)
-            text = self._detokenizer.push(token_id)
-            if text:
-                if self._pending.text:
-                    self._split_off()
-                self._texts.append(text)
-                if len(self._texts) > _MAX_TEXTS:
-                    self._texts = ["".join(self._texts)]
+        self._split_off()
+        self._texts += filter(None, map(self._detokenizer.push, ids))
+        if len(self._texts) > _MAX_TEXTS:
+            self._texts = ["".join(self._texts)]
         return len(ids)
 
     def _split_off(self) -> None:
