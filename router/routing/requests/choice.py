@@ -119,10 +119,7 @@ class ChoiceRecord:
         return self._ids.tolist()
 
     def push_plain(self, run: TokenRun) -> int:
-        """Take new tokens of a plain response; return their number, 0 if `push` must take them.
-
-        It does what `push` does without the checks that a plain response does not need.
-        """
+        """Take new tokens of a plain response; return their number, 0 if `push` must take them."""
         if run.index != self.next_index or run.finish_reason:
             return 0
         ids = unpack_tokens(run.token_ids)
