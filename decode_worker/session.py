@@ -13,7 +13,7 @@ from batonpb import decode_pb2 as pb
 from baton.telemetry.alive_clock import ALIVE
 from baton.types import events as ev
 from baton.wire import codecs
-from baton.wire.tokens import pack_tokens
+from baton.wire.tokens import count_tokens, pack_tokens
 
 MAX_PENDING_BYTES = 8 << 20  # of new tokens
 MAX_FRAME_BYTES = 1 << 20  # a frame is cut before it grows larger; gRPC refuses 16 MiB
@@ -42,8 +42,7 @@ class RouterSession:
         self.router_id = router_id
         self.connected_ns = ALIVE.now_ns()
         self.renewed_ns = self.connected_ns
-        self._frame = pb.WorkerFrame()
-        self._frame_bytes = 0
+        self._begin_frame()
         self._full: deque[pb.WorkerFrame] = deque()  # full frames before it
         self._dirty = asyncio.Event()
         self._stream = 0
@@ -55,6 +54,11 @@ class RouterSession:
         self._may_rest = False
         self._read = self._acknowledged = 0  # frames of this stream
 
+    def _begin_frame(self) -> None:
+        self._frame = pb.WorkerFrame()
+        self._frame_bytes = 0
+        self._open_runs: dict[tuple[str, int, int], pb.TokenRun] = {}  # that later tokens may join
+
     def connected(self, *, may_rest: bool = False) -> int:
         """Begin a stream, whose ``hello`` has been read, and return its number.
 
@@ -63,8 +67,7 @@ class RouterSession:
         """
         self.connected_ns = ALIVE.now_ns()
         self.renewed_ns = self.connected_ns
-        self._frame = pb.WorkerFrame()
-        self._frame_bytes = 0
+        self._begin_frame()
         self._unread_bytes = 0
         self._full.clear()
         self._reported = self._content = b""
@@ -104,8 +107,7 @@ class RouterSession:
                 self._dirty.set()
             else:
                 frame = self._frame
-                self._frame = pb.WorkerFrame()
-                self._frame_bytes = 0
+                self._begin_frame()
             frame.step = step.value
             frame.heard = self._acknowledged = self._read
             self._unread_bytes = 0
@@ -136,7 +138,7 @@ class RouterSession:
                 if tokens.stop_token is not None:
                     run.has_stop_token = True
                     run.stop_token_id = tokens.stop_token
-            size_bytes += self._add(run)
+            size_bytes += self._join(run) or self._add(run)
         if not repeated:
             self._unread_bytes += size_bytes
 
@@ -156,7 +158,24 @@ class RouterSession:
         size_bytes = run.ByteSize()
         self._make_room(size_bytes)
         self._frame.tokens.append(run)
+        if run.index and not (run.logprobs or run.finish_reason):
+            self._open_runs[run.request_id, run.attempt, run.choice] = self._frame.tokens[-1]
         return size_bytes
+
+    def _join(self, run: pb.TokenRun) -> int:
+        """Add tokens to the run before them in this frame; return the added bytes, 0 for none.
+
+        A router that is behind reads them in less time. First and last tokens, and those with
+        log-probabilities, have runs of their own. A frame of short runs grows to 6 MiB at most.
+        """
+        before = self._open_runs.get((run.request_id, run.attempt, run.choice))
+        if before is None or run.logprobs or run.finish_reason:
+            return 0
+        count = count_tokens(before.token_ids)
+        if 4 * count >= _RUN_TOKENS or before.index + count != run.index:
+            return 0
+        before.token_ids += run.token_ids
+        return len(run.token_ids)
 
     def route(self, route: pb.RequestRoute) -> None:
         """Add the workers that a request runs on."""
@@ -206,8 +225,7 @@ class RouterSession:
     def _make_room(self, size_bytes: int) -> None:
         if self._frame_bytes and self._frame_bytes + size_bytes > MAX_FRAME_BYTES:
             self._full.append(self._frame)
-            self._frame = pb.WorkerFrame()
-            self._frame_bytes = 0
+            self._begin_frame()
         self._frame_bytes += size_bytes
         self._dirty.set()
 

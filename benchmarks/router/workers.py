@@ -57,6 +57,7 @@ class _Stream:
         self.router_id = ""
         self._running: dict[str, tuple[pb.Submission, int]] = {}  # with the next token's index
         self.frame = pb.WorkerFrame()
+        self._open_runs: dict[str, pb.TokenRun] = {}  # of this frame, as of real workers
         self.dirty = asyncio.Event()
         self.ended = False  # whether any request ended since the last report
         self.may_rest = False
@@ -81,13 +82,19 @@ class _Stream:
             if not index:
                 self._route(submission)
             last = index + 1 == submission.sampling.max_tokens
-            frame.tokens.add(
-                request_id=request_id,
-                attempt=submission.attempt,
-                index=index,
-                token_ids=_TOKENS[(submission.ticket + index) % len(_TOKENS)],
-                finish_reason="length" if last else "",
-            )
+            token = _TOKENS[(submission.ticket + index) % len(_TOKENS)]
+            if not last and (before := self._open_runs.get(request_id)) is not None:
+                before.token_ids += token
+            else:
+                run = frame.tokens.add(
+                    request_id=request_id,
+                    attempt=submission.attempt,
+                    index=index,
+                    token_ids=token,
+                    finish_reason="length" if last else "",
+                )
+                if index:
+                    self._open_runs[request_id] = run
             self._running[request_id] = (submission, index + 1)
             if last:
                 over.append(submission)
@@ -114,6 +121,7 @@ class _Stream:
     def take(self) -> pb.WorkerFrame:
         frame = self.frame
         self.frame = pb.WorkerFrame()
+        self._open_runs.clear()
         frame.heard = self.answered = self.heard
         self.dirty.clear()
         return frame

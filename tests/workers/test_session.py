@@ -71,6 +71,34 @@ async def test_a_long_answer_is_resumed_in_frames_that_grpc_takes() -> None:
     assert max(sizes) <= MAX_FRAME_BYTES + 100
 
 
+async def test_tokens_join_the_run_before_them_while_the_router_is_behind() -> None:
+    session = RouterSession("router")
+    stream = session.connected()
+    requests = [pb.Submission(request_id=name, attempt=1) for name in "ab"]
+
+    def step(index: int, reason: str = "", logprob: float | None = None) -> None:
+        for request in requests:
+            tokens = (SampledToken(index, logprob),)
+            name = request.request_id
+            new = ev.Tokens(
+                request_id=name, choice=0, index=index, tokens=tokens, finish_reason=reason
+            )
+            session.tokens(request, new)
+
+    frames = session.frames(stream, StepCounter())
+    runs = []
+    for steps in (range(5), (5, 7), (8, 9, 10)):  # the seventh token is missing
+        for index in steps:
+            step(index, "length" if index == 10 else "", -0.5 if index == 9 else None)
+        got = (await anext(frames)).tokens
+        runs.append([(r.index, unpack_tokens(r.token_ids)) for r in got if r.request_id == "b"])
+    assert runs == [
+        [(0, [0]), (1, [1, 2, 3, 4])],
+        [(5, [5]), (7, [7])],
+        [(8, [8]), (9, [9]), (10, [10])],
+    ]
+
+
 async def test_a_worker_that_has_nothing_new_says_so_once_a_second() -> None:
     """Four reports a second of each of a thousand idle workers took a router half a core."""
     session, taken = RouterSession("router"), []

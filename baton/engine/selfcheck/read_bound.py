@@ -22,6 +22,7 @@ class ReadBound:
         if "head" in weights:  # of the embeddings, few rows are read
             self._weight_bytes -= weights["embed"].nbytes
         self._token_bytes = kv_geometry(config, dtype, 1).pool_bytes // BLOCK_TOKENS
+        self._windows = config.layer_windows or (None,)
         self._memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
 
     def probe_s(self) -> float:
@@ -32,4 +33,6 @@ class ReadBound:
 
     def step_s(self, probe_s: float, batch: int, context: int) -> float:
         """Return the least seconds of a step of ``batch`` sequences, by a probe's seconds."""
-        return probe_s * (self._weight_bytes + batch * context * self._token_bytes) / READ_BYTES
+        tokens = sum(min(window or context, context) for window in self._windows)
+        kv_bytes = batch * tokens * self._token_bytes / len(self._windows)
+        return probe_s * (self._weight_bytes + kv_bytes) / READ_BYTES

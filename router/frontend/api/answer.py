@@ -46,7 +46,6 @@ class Answer(CallResponse):
         self._fault: Exception | None = None
         self._is_direct = False  # whether `_deliver` may write; otherwise the handler does
         self._written_s = 0.0
-        self._text = Delta(0)  # reused for each token of a plain answer
 
     def _may_start(self) -> bool:
         """Return whether the first token of any prompt, or everything, is available."""
@@ -178,7 +177,7 @@ class Answer(CallResponse):
         if len(self.call.active) == 1 and 0 in self._shown:
             record = self.call.active[0].record
             if record.is_plain:
-                return b"".join(map(self._text_event, record.take_texts()))
+                return self._layout.texts(record.take_texts())
         pieces = []
         for prompt, active in enumerate(self.call.active):
             if active.request.wants_prompt_logprobs and prompt not in self._with_logprobs:
@@ -191,10 +190,6 @@ class Answer(CallResponse):
                     self._context.lane.observer.first_content(active, monotonic_ns())
                 pieces.append(self._layout.delta(prompt, delta))
         return b"".join(pieces)
-
-    def _text_event(self, text: str) -> bytes:
-        self._text.text = text
-        return self._layout.delta(0, self._text)
 
     async def _write(self, send: Send, body: bytes) -> None:
         if body and not self._gone:

@@ -16,7 +16,7 @@ from baton.text.channels import parser_of
 from baton.text.detokenizer import Detokenizer
 from baton.text.tokenizer import TextTokenizer
 from baton.text.tool_calls import CallDelta, ToolCallParser
-from baton.wire.tokens import TOKEN_BYTES, unpack_tokens
+from baton.wire.tokens import unpack_tokens
 from router.request import GenerationRequest
 
 
@@ -118,26 +118,19 @@ class ChoiceRecord:
         """All received tokens, as a new list."""
         return self._ids.tolist()
 
-    def push_plain(self, run: TokenRun) -> bool:
-        """Take a run of one token in a plain response; return False if `push` must take it.
-
-        It does what `push` does without the checks that a plain response does not need.
-        """
-        packed = run.token_ids
-        if len(packed) != TOKEN_BYTES or run.index != self.next_index or run.finish_reason:
-            return False
-        token_id = int.from_bytes(packed, "little")
-        self._ids.append(token_id)
-        self.next_index += 1
-        self.completion_tokens += 1
-        text = self._detokenizer.push(token_id)
-        if text:
-            if self._pending.text:
-                self._split_off()
-            self._texts.append(text)
-            if len(self._texts) > _MAX_TEXTS:
-                self._texts = ["".join(self._texts)]
-        return True
+    def push_plain(self, run: TokenRun) -> int:
+        """Take new tokens of a plain response; return their number, 0 if `push` must take them."""
+        if run.index != self.next_index or run.finish_reason:
+            return 0
+        ids = unpack_tokens(run.token_ids)
+        self._ids.extend(ids)
+        self.next_index += len(ids)
+        self.completion_tokens += len(ids)
+        self._split_off()
+        self._texts += filter(None, map(self._detokenizer.push, ids))
+        if len(self._texts) > _MAX_TEXTS:
+            self._texts = ["".join(self._texts)]
+        return len(ids)
 
     def _split_off(self) -> None:
         if self.plain and self._pending.text:

@@ -161,10 +161,11 @@ class RequestRecord:
         if run.attempt != self.attempt or self.ended or run.choice >= len(self.choices):
             return RunResult()
         choice = self.choices[run.choice]
-        goes_on = self.second_token_ns and not self._pauses and choice.finish_reason is None
-        if goes_on and choice.plain and self._plain_frames and choice.push_plain(run):
+        goes_on = self.first_token_ns and not self._pauses and choice.finish_reason is None
+        if goes_on and choice.plain and self._plain_frames and (fresh := choice.push_plain(run)):
+            self.second_token_ns = self.second_token_ns or now_ns
             self.last_token_ns = now_ns
-            return ONE_TOKEN
+            return ONE_TOKEN if fresh == 1 else RunResult(fresh)
         if run.HasField("prompt_logprobs"):
             return RunResult(gap=not self._take_prompt_logprobs(run.prompt_logprobs))
         if self.request.wants_prompt_logprobs and self.prompt_logprobs is None:

@@ -11,6 +11,7 @@ from baton.engine.llm import LLM
 from baton.engine.loading.open import load_weights
 from baton.engine.models.families import weight_table
 from baton.engine.models.rope import unpair_rows
+from baton.engine.selfcheck.read_bound import ReadBound
 from baton.model.artifact import ModelArtifact
 from tests.engine.conftest import GEMMA
 
@@ -101,3 +102,10 @@ def test_logits_are_those_of_transformers(gemma: ModelArtifact) -> None:
     del theirs
     error = (logits_of(str(gemma.path), tokens) - expected).abs().max()
     assert error < 1e-5 * expected.abs().max()
+
+
+def test_the_read_bound_of_a_long_context_has_the_keys_in_windows_alone(gemma):
+    bound = ReadBound({}, gemma.config, "bf16")
+    short_s, long_s = (bound.step_s(1.0, 1, tokens) for tokens in (512, 5120))
+    full = gemma.config.layer_windows.count(None) / gemma.config.num_layers
+    assert long_s / short_s == pytest.approx(1 + 9 * full)

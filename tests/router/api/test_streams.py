@@ -173,7 +173,7 @@ async def test_a_fault_while_a_stream_is_written_ends_this_request_alone(
     make_fleet, monkeypatch, caplog
 ):
     fleet = await make_fleet({"decode-0": Script(step_s=0.01)})
-    of = TextEvent.of
+    of_each = TextEvent.of_each
     broken = fleet.http.stream(
         "POST",
         "/v1/chat/completions",
@@ -181,10 +181,10 @@ async def test_a_fault_while_a_stream_is_written_ends_this_request_alone(
     )
     with pytest.raises(httpx.RemoteProtocolError):
         async with broken as response:
-            monkeypatch.setattr(TextEvent, "of", lambda self, text: 1 / 0)
+            monkeypatch.setattr(TextEvent, "of_each", lambda self, texts: 1 / 0)
             async for _ in response.aiter_raw():
                 pass
-    monkeypatch.setattr(TextEvent, "of", of)
+    monkeypatch.setattr(TextEvent, "of_each", of_each)
     await until(lambda: fleet.workers["decode-0"].cancels)
     assert any(isinstance((r.exc_info or (0, 0))[1], ZeroDivisionError) for r in caplog.records)
     again = await fleet.chat(stream=True, max_tokens=4)

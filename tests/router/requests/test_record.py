@@ -84,6 +84,7 @@ def test_the_short_way_of_plain_answers_gives_what_the_long_way_gives(model, ids
     first, second = quick.choices[0], slow.choices[0]
     for name in ("token_ids", "next_index", "completion_tokens", "finish_reason"):
         assert getattr(first, name) == getattr(second, name)
+    assert quick.second_token_ns == slow.second_token_ns
     assert quick.last_token_ns == slow.last_token_ns
     assert slow_ways.count(True) <= 1  # the end
 
@@ -93,9 +94,9 @@ def test_the_short_way_of_plain_answers_gives_what_the_long_way_gives(model, ids
     taken=st.lists(st.booleans(), min_size=16, max_size=16),
 )
 def test_a_plain_answer_has_the_same_pieces_whenever_they_are_taken(model, ids, taken):
-    at_once, now_and_then = (RequestRecord(request(), model.tokenizer) for _ in range(2))
+    at_once, now_and_then, joined = (RequestRecord(request(), model.tokenizer) for _ in range(3))
     pieces = {}
-    for record in (at_once, now_and_then):
+    for record in (at_once, now_and_then, joined):
         record.next_attempt()
         pieces[record] = []
     for at, token in enumerate(ids):
@@ -105,7 +106,12 @@ def test_a_plain_answer_has_the_same_pieces_whenever_they_are_taken(model, ids, 
             if takes:
                 pieces[record] += record.take_texts()
                 pieces[record] += [(delta.text, delta.finish_reason) for delta in record.take()]
-    assert pieces[now_and_then] == pieces[at_once]
+    joined.on_run(run(0, ids[:1]), 1)
+    joined.on_run(run(1, ids[1:-1]), 2)
+    joined.on_run(run(len(ids) - 1, ids[-1:], reason="length"), 3)
+    pieces[joined] = joined.take_texts()
+    pieces[joined] += [(delta.text, delta.finish_reason) for delta in joined.take()]
+    assert pieces[now_and_then] == pieces[joined] == pieces[at_once]
 
 
 def test_a_client_that_is_far_behind_gets_one_piece(model):

@@ -37,6 +37,10 @@ class AnswerFormat(Protocol):
     def delta(self, prompt: int, delta: Delta) -> bytes:
         """Return the events of one delta of one choice."""
 
+    def texts(self, texts: Sequence[str]) -> bytes:
+        """Return the events of the only choice of a plain response, one for each text."""
+        return b"".join(self.delta(0, Delta(0, text=text)) for text in texts)
+
     def failed(self, error: BatonError) -> bytes:
         """Return the event that ends a stream with an error."""
 
@@ -104,6 +108,13 @@ class DataEvents(AnswerFormat):
             event = self._around[place] = TextEvent(data_event(self._chunks.chunk(prompt, sample)))
         return event.of(delta.text)
 
+    def texts(self, texts: Sequence[str]) -> bytes:
+        """Return the events of the only choice of a plain response, one for each text."""
+        event = self._around.get((0, 0))
+        if not texts or event is None or self._continuous_usage:
+            return super().texts(texts)
+        return event.of_each(texts)
+
     def _event(self, chunk: dict[str, Any]) -> bytes:
         if self._continuous_usage:
             chunk["usage"] = usage(self._active_requests)
@@ -136,10 +147,15 @@ class TextEvent:
         self._before, placeholder, self._behind = sample.partition(self._ENCODED)
         if not placeholder:
             raise ValueError("the event does not contain the sample text")
+        self._between = self._behind + self._before
 
     def of(self, text: str) -> bytes:
         """Return the event with this text."""
         return self._before + msgspec.json.encode(text) + self._behind
+
+    def of_each(self, texts: Sequence[str]) -> bytes:
+        """Return the events with these texts, at least one."""
+        return self._before + self._between.join(map(msgspec.json.encode, texts)) + self._behind
 
 
 def data_event(payload: dict[str, Any]) -> bytes:
