@@ -430,6 +430,7 @@ class EmulatedVllm:
 async def _flood() -> AsyncIterator[bytes]:
     while True:
         yield b"an error without an end " * 1000
+        await asyncio.sleep(0.001)  # so that the end of the connection is noticed
 
 
 def next_token(tokens: Sequence[int], vocab_size: int) -> int:
