@@ -47,9 +47,10 @@ class Emulation:
     """Properties of the server, and its fault.
 
     Attributes:
-        missing: Arguments of ``vllm serve`` that the server was started without.
+        missing: Arguments of ``vllm serve`` that the server was started without, or ``/version``.
         fault: ``""``, ``hang`` (no answers at all), ``stall`` (no tokens, but healthy), ``500``,
-            ``garbage``, ``cut`` (the connection breaks after two tokens), ``foreign`` (tokens that
+            ``flood`` (500, and a body without an end), ``garbage``,
+            ``cut`` (the connection breaks after two tokens), ``foreign`` (tokens that
             the model does not have), ``endless`` (no finish).
         words: Token of each word with the space before it; empty: it serves no text.
         answer_s: Time in which it answers what is not a request for tokens.
@@ -167,10 +168,11 @@ class EmulatedVllm:
         self._publisher: zmq.asyncio.Socket | None = None
         routes = [
             Route("/health", self._health),
-            Route("/version", self._version),
             Route("/v1/models", self._models),
             Route("/metrics", self._metrics),
         ]
+        if "/version" not in emulation.missing:
+            routes.append(Route("/version", self._version))
         if "--enable-scale-out" not in emulation.missing:
             routes.append(Route(GENERATE, self._generate, methods=["POST"]))
         if emulation.words:
@@ -317,6 +319,8 @@ class EmulatedVllm:
             return JSONResponse({"error": {"message": message, "code": 400}}, 400)
         if one.fault == "500":
             return JSONResponse({"error": {"message": "a bug", "code": 500}}, 500)
+        if one.fault == "flood":
+            return StreamingResponse(_flood(), 500)
         self.bodies.append(body)
         if body.get("stream"):
             return StreamingResponse(self._stream(body), media_type="text/event-stream")
@@ -421,6 +425,12 @@ class EmulatedVllm:
         if "--enable-prompt-tokens-details" not in one.missing:
             usage["prompt_tokens_details"] = details
         yield {"choices": [], "usage": usage}
+
+
+async def _flood() -> AsyncIterator[bytes]:
+    while True:
+        yield b"an error without an end " * 1000
+        await asyncio.sleep(0.001)  # so that the end of the connection is noticed
 
 
 def next_token(tokens: Sequence[int], vocab_size: int) -> int:

@@ -1,15 +1,20 @@
 """Fleet file section on servers that are attached: Baton does not start or end them."""
 
+import re
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, StringConstraints, TypeAdapter, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter, model_validator
 
 from baton.config.network import AbsoluteFile
 from baton.config.section import Section
 
 EventsEndpoint = Annotated[str, StringConstraints(pattern=r"^(tcp|ipc)://\S+$")]
-_Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/?#\s@]+(/[^?#\s]*)?$")]
+_Url = Annotated[
+    str,
+    StringConstraints(pattern=r"^https?://[^/?#\s@]+(/[^?#\s]*)?$"),
+    AfterValidator(lambda url: re.sub(r"(/+v1)?/*$", "", url)),  # clients are given it with /v1
+]
 
 
 class AttachedServer(Section):

@@ -132,13 +132,7 @@ class LaneServers:
 
     def _attach(self, name: str, entry: ServerEntry, *, alone: bool) -> None:
         self._numbers.setdefault(name, len(self._numbers))
-        one = Attachment(
-            entry,
-            self._kind,
-            partial(self._worker, name, entry),
-            alone,
-            self._report,
-        )
+        one = Attachment(entry, self._kind, partial(self._worker, name, entry), alone, self._report)
         one.may_be_silent = partial(self._others_answer, one)
         self._attachments[name] = one
         running = self._tasks.spawn(one.run(), "attachment")

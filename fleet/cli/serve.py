@@ -2,13 +2,17 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from baton.config.attached import AttachedServer
 from baton.config.secrets import SecretError
+from baton.config.section import problem_of
 from baton.engine.remote.attached import UnfitServerError
 from baton.engine.remote.http import HttpOrigin
 from baton.engine.vllm.attached import ModelCard, last_part, read_card
@@ -80,22 +84,24 @@ def serve(
 
 
 def file_of(attach: list[str], model: str | None, key_file: Path | None) -> Path:
-    """Write the fleet file of running vLLM servers, of which the first one is awaited."""
+    """Write the fleet file of running vLLM servers, of which one is awaited."""
     return _written(_ATTACHED, text_of(of_servers(attach, reference(model), key_file)))
 
 
 def of_servers(attach: list[str], model: str | None, key_file: Path | None) -> dict[str, Any]:
-    """Return the fleet file keys of running vLLM servers, of which the first one is awaited."""
+    """Return the fleet file keys of running vLLM servers, of which one is awaited."""
     key = str(key_file.absolute()) if key_file is not None else None
     try:
-        servers = [AttachedServer(url=url, key_file=key) for url in dict.fromkeys(attach)]
-        first = entry_of(servers[0])
-        card = asyncio.run(_card(HttpOrigin.of_url(first.url, first.key)))
+        servers = {AttachedServer(url=url, key_file=key): None for url in attach}
+        entries = map(entry_of, servers)
+        card = asyncio.run(_card([HttpOrigin.of_url(one.url, one.key) for one in entries]))
+    except ValidationError as error:
+        fail(f"--attach: {problem_of(error.errors()[0])}, such as http://gpu-1:8000")
     except (ValueError, SecretError, UnfitServerError) as error:
         fail(str(error))
     if model is None and not Path(card.root or "").is_dir():
         fail(
-            f"{first.url} has loaded {card.root or card.id}, which is no folder here: give the "
+            f"the servers have loaded {card.root or card.id}, which is no folder here: give the "
             "model with --model, such as `--model hub:ORG/NAME`, for its tokenizer"
         )
     names = dict.fromkeys((last_part(card.id), card.id))
@@ -119,14 +125,15 @@ def _written(fleet: str, text: str) -> Path:
     return file
 
 
-async def _card(origin: HttpOrigin) -> ModelCard:
-    """Return the model that a server serves, as soon as it responds."""
+async def _card(origins: Sequence[HttpOrigin]) -> ModelCard:
+    """Return the model of the first server that responds."""
     told_s = 0.0
-    while True:
+    for origin in cycle(origins):
         try:
             return await read_card(origin)
         except UnavailableError as error:
             if time.monotonic() - told_s > _TELL_EVERY_S:
                 told_s = time.monotonic()
                 note(f"waiting for a server: {error.message}")
-        await asyncio.sleep(_RETRY_S)
+        await asyncio.sleep(_RETRY_S / len(origins))
+    raise UnavailableError("there is no server")

@@ -41,11 +41,7 @@ class FollowedFile:
         self._rolling = False  # routers are being replaced, the last step of a change
         self._routers_behind = False  # they failed to follow the last change
 
-    def begin(
-        self,
-        pools: Pools | None,
-        spec: Callable[[FleetConfig], ControllerSpec],
-    ) -> None:
+    def begin(self, pools: Pools | None, spec: Callable[[FleetConfig], ControllerSpec]) -> None:
         """Read the file and change the workers; ``spec`` returns what a controller is given.
 
         Raises:
@@ -71,11 +67,7 @@ class FollowedFile:
         self.changing = replace(plan, router=plan.router or late)
 
     def replace_routers(
-        self,
-        plan: Changes,
-        routers: RouterProcesses | None,
-        pools: Pools | None,
-        logs: Path,
+        self, plan: Changes, routers: RouterProcesses | None, pools: Pools | None, logs: Path
     ) -> str | None:
         """Execute the last step of a change; return None until it is done, then a problem or ""."""
         if not plan.router or routers is None:

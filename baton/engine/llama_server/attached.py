@@ -22,6 +22,7 @@ from baton.engine.remote.attached import (
     ServerFacts,
     ServerWatch,
     UnfitServerError,
+    needs_key,
 )
 from baton.engine.remote.cached_prefixes import ApproximatePrefixes
 from baton.engine.remote.engine import ResponseReader
@@ -62,10 +63,7 @@ async def read_facts(origin: HttpOrigin) -> ServerFacts:
     """
     status, _, raw = await origin.ask("GET", "/props", _ANSWER_S)
     if status in (401, 403):
-        raise UnfitServerError(
-            f"{origin.name} refuses /props with status {status}: set the `key` of this server to "
-            "the value of its `--api-key`"
-        )
+        raise needs_key(origin)
     if status == 503:
         raise UnavailableError(f"{origin.name} still loads its model")
     try:
@@ -142,10 +140,7 @@ class AttachedLlamaServer(AttachedEngine):
         self._seed: bytes | None = None  # of the only tenants that have used the server
         self._is_shared = False  # others have used it, too
         self._watch = ServerWatch(origin, partial(read_facts, origin), facts)
-        self._vital(
-            self._watch.watch(lambda: send(messages.Alive()), self._break),
-            "health",
-        )
+        self._vital(self._watch.watch(lambda: send(messages.Alive()), self._break), "health")
 
     @cached_property
     def _pieces(self) -> TokenPieces:
@@ -171,11 +166,7 @@ class AttachedLlamaServer(AttachedEngine):
     def _body(self, request: LiveRequest, choice: int, parameters: Parameters | None) -> bytes:
         cached = request.spec.cacheable and not self._is_shared
         return protocol.completion_body(
-            request.prompt,
-            request.spec,
-            choice,
-            cached=cached,
-            context_tokens=self._context_tokens,
+            request.prompt, request.spec, choice, cached=cached, context_tokens=self._context_tokens
         )
 
     def _reader(self, request: LiveRequest, choice: int) -> ResponseReader:

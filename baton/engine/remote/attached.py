@@ -35,6 +35,14 @@ class UnfitServerError(InternalError):
     """A server lacks what Baton needs; the message names the argument to add."""
 
 
+def needs_key(origin: HttpOrigin) -> UnfitServerError:
+    """Return the error of a server that refuses requests without its key."""
+    return UnfitServerError(
+        f"{origin.name} refuses Baton's requests: set `key_file` of this server to a file with the "
+        "value of its `--api-key`"
+    )
+
+
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a server that is attached.
 
@@ -119,10 +127,7 @@ class ServerWatch:
     """Looks at a server until it is gone, or ``read`` gives other properties than expected."""
 
     def __init__(
-        self,
-        origin: HttpOrigin,
-        read: Callable[[], Awaitable[ServerFacts]],
-        expected: ServerFacts,
+        self, origin: HttpOrigin, read: Callable[[], Awaitable[ServerFacts]], expected: ServerFacts
     ) -> None:
         self._origin = origin
         self._read = read

@@ -27,6 +27,7 @@ from baton.types.errors import BatonError, CancelledError_
 from baton.types.images import hashed_tokens
 
 _SETTLE_S = 0.02
+_ERROR_BYTES = 1 << 20  # of a response with another status than 200
 
 
 class ResponseReader(Protocol):
@@ -245,12 +246,14 @@ class RemoteEngine(ABC):
     ) -> bool:
         """Send the server one request; return whether the response is complete and wanted."""
         run = request.run
-        errors: list[bytes] = []
+        errors = bytearray()
         exchange: HttpExchange | None = None
 
         def on_body(data: bytes) -> None:
             if exchange is None or exchange.status != 200:
-                errors.append(data)
+                errors.extend(data)
+                if exchange is not None and len(errors) > _ERROR_BYTES:
+                    exchange.close()
                 return
             take(data)
 
@@ -268,7 +271,7 @@ class RemoteEngine(ABC):
         if not self._wants(request, choice, run):
             return False  # its end is handled elsewhere
         if exchange.status not in (0, 200):
-            await self._on_failure(request, self._error(b"".join(errors), exchange.status))
+            await self._on_failure(request, self._error(bytes(errors), exchange.status))
             return False
         complete = complete or choice in request.sufficed
         if not complete:

@@ -18,6 +18,7 @@ from baton.types.errors import UnavailableError
 CONNECT_S = 5.0
 """Time in which a server must take a connection."""
 _RESPONSE_BYTES = 32 << 20
+_HEAD_BYTES = 1 << 20  # of the part that has the head
 
 
 class HttpExchange(asyncio.Protocol):
@@ -37,6 +38,7 @@ class HttpExchange(asyncio.Protocol):
         self._unsent = unsent
         self._on_body = on_body
         self._parser = httptools.HttpResponseParser(self)
+        self._head_bytes = 0
         self._transport: asyncio.Transport | None = None
 
     def close(self) -> None:
@@ -55,9 +57,13 @@ class HttpExchange(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes of the response."""
+        if not self.status:
+            self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
+            self.close()
+        if self._head_bytes > _HEAD_BYTES and not self.status:
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -20,6 +20,7 @@ from baton.engine.remote.attached import (
     ServerFacts,
     ServerWatch,
     UnfitServerError,
+    needs_key,
 )
 from baton.engine.remote.cached_prefixes import ApproximatePrefixes, CachedPrefixes
 from baton.engine.remote.http import HttpOrigin, StatusError
@@ -77,7 +78,7 @@ async def _read_cards(origin: HttpOrigin) -> list[ModelCard]:
         raw = await origin.fetch("GET", "/v1/models", _ANSWER_S)
     except StatusError as error:
         if error.answered in _REFUSED:
-            raise UnfitServerError(_needs_key(origin)) from None
+            raise needs_key(origin) from None
         raise
     try:
         models = msgspec.json.decode(raw, type=_Models)
@@ -87,13 +88,6 @@ async def _read_cards(origin: HttpOrigin) -> list[ModelCard]:
     if not cards:
         raise UnfitServerError(f"{origin.name} serves no model")
     return cards
-
-
-def _needs_key(origin: HttpOrigin) -> str:
-    return (
-        f"{origin.name} refuses Baton's requests: set `key_file` of this server to a file with the "
-        "value of its `--api-key`"
-    )
 
 
 async def read_facts(origin: HttpOrigin, names: Sequence[str]) -> ServerFacts:
@@ -107,8 +101,12 @@ async def read_facts(origin: HttpOrigin, names: Sequence[str]) -> ServerFacts:
     """
     try:
         version = msgspec.json.decode(await origin.fetch("GET", "/version", _ANSWER_S))["version"]
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
-        raise UnfitServerError(f"{origin.name} is no vLLM server: {error}") from None
+    except (msgspec.DecodeError, KeyError, TypeError, StatusError) as error:
+        if isinstance(error, StatusError) and error.answered != 404:
+            raise
+        raise UnfitServerError(
+            f"{origin.name} is no vLLM server (llama.cpp: `engine: llama-server`): {error}"
+        ) from None
     served = _served(origin, await _read_cards(origin), names)
     page = await read_metrics(origin)
     caches = [dict(_LABEL.findall(labels)) for labels in _CACHE.findall(page)]
@@ -197,7 +195,7 @@ async def _serves(origin: HttpOrigin, target: str) -> bool:
     """Return whether a server has a path for POST; it refuses a GET of such a path."""
     status, _, _ = await origin.ask("GET", target, _ANSWER_S)
     if status in _REFUSED:
-        raise UnfitServerError(_needs_key(origin))
+        raise needs_key(origin)
     return status != 404
 
 

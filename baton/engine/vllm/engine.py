@@ -21,12 +21,7 @@ from baton.engine.vllm.protocol import ChoiceStream
 from baton.engine.vllm.scored_prompt import prompt_logprobs
 from baton.model.model_config import ModelConfig
 from baton.types import events as ev
-from baton.types.errors import (
-    BatonError,
-    InternalError,
-    InvalidRequestError,
-    UnavailableError,
-)
+from baton.types.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 from baton.types.geometry import BLOCK_TOKENS
 from baton.types.pool_counts import TierCounts
 

@@ -35,11 +35,7 @@ def past_step(page: str) -> StepDone | None:
         return None
     if count < _LEAST_PROMPTS or mean < _LEAST_MEAN_TOKENS or mean_ns <= 0:
         return None
-    return StepDone(
-        prompt_tokens=mean,
-        prompt_context=context_tokens(0, mean),
-        duration_ns=mean_ns,
-    )
+    return StepDone(prompt_tokens=mean, prompt_context=context_tokens(0, mean), duration_ns=mean_ns)
 
 
 def server_load(page: str) -> ServerLoad:

@@ -375,9 +375,7 @@ class _Work(NamedTuple):
         return max(0, prompt_blocks - worker.cached_blocks) * worker.block_bytes
 
 
-def _halves(
-    parts: Sequence[tuple[_Prompt, _Answer]],
-) -> list[tuple[list[_Prompt], list[_Answer]]]:
+def _halves(parts: Sequence[tuple[_Prompt, _Answer]]) -> list[tuple[list[_Prompt], list[_Answer]]]:
     """Return the prefill and the decode workers that are worth pairing, by KV format."""
     formats: dict[str, tuple[list[_Prompt], list[_Answer]]] = {}
     for prompt, answer in parts:
@@ -407,34 +405,28 @@ def _transfer_s(prompt: _Prompt, answer: _Answer) -> float:
 
 
 def _alone(prompt: _Prompt, answer: _Answer) -> Candidate:
-    terms = Terms(
-        queue_s=prompt.queue_s,
-        adapter_s=prompt.worker.adapter_s,
-        bring_s=prompt.bring_s,
-        pull_s=prompt.pull_s,
-        compute_s=prompt.compute_s,
-        transfer_s=0.0,
-        room_s=answer.room_s,
-        decode_s=answer.decode_s,
-        slowdown_s=answer.slowdown_s + prompt.slowdown_s,
-        crowding_s=prompt.crowding_s,
-    )
+    terms = _terms(prompt, answer, adapter_s=prompt.worker.adapter_s, transfer_s=0.0)
     return Candidate(None, answer.worker, terms, prompt.uncached_tokens, prompt.links)
 
 
 def _pair(prompt: _Prompt, answer: _Answer) -> Candidate:
     prefill = prompt.worker
     decode = answer.worker
-    terms = Terms(
+    adapter_s = decode.adapter_s + prefill.adapter_s  # decode loads it before it asks prefill
+    terms = _terms(prompt, answer, adapter_s=adapter_s, transfer_s=_transfer_s(prompt, answer))
+    return Candidate(prefill, decode, terms, prompt.uncached_tokens, prompt.links)
+
+
+def _terms(prompt: _Prompt, answer: _Answer, *, adapter_s: float, transfer_s: float) -> Terms:
+    return Terms(
         queue_s=prompt.queue_s,
-        adapter_s=decode.adapter_s + prefill.adapter_s,  # decode loads it before it asks prefill
+        adapter_s=adapter_s,
         bring_s=prompt.bring_s,
         pull_s=prompt.pull_s,
         compute_s=prompt.compute_s,
-        transfer_s=_transfer_s(prompt, answer),
+        transfer_s=transfer_s,
         room_s=answer.room_s,
         decode_s=answer.decode_s,
         slowdown_s=answer.slowdown_s + prompt.slowdown_s,
         crowding_s=prompt.crowding_s,
     )
-    return Candidate(prefill, decode, terms, prompt.uncached_tokens, prompt.links)

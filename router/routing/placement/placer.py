@@ -216,7 +216,7 @@ class Placer:
         Raises:
             UnavailableError: No ready worker can serve the request in its mode.
         """
-        request = self._on_one_engine(request)
+        request = self._where_it_fits(self._on_one_engine(request))
         now_ns = self.clock_ns()
         rates = self._shortlist.update(self._workers, now_ns, self._news)
         usable = self._shortlist.usable
@@ -261,6 +261,16 @@ class Placer:
         if request.mode != "auto" or not (self._settings.external and must):
             return request
         return replace(request, mode="colocated")
+
+    def _where_it_fits(self, request: GenerationRequest) -> GenerationRequest:
+        """Limit a prompt to the attached servers whose context has room for it, if some do not."""
+        usable = self._workers.usable if self._settings.attached else ()
+        links = {slot.worker_id: slot.link for slot in usable if slot.link is not None}
+        length = len(request.prompt)
+        fits = {one for one, it in links.items() if it.capabilities.max_context_tokens > length}
+        if len(fits) in (0, len(links)):
+            return request
+        return replace(request, among=frozenset(fits).intersection(request.among or fits))
 
     def _book_quote(self, request: GenerationRequest, quote: Quote) -> None:
         chosen = quote.placement.chosen

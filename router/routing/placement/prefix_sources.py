@@ -46,10 +46,7 @@ class Chain(NamedTuple):
 
 
 def cheapest_chains(
-    held_blocks: int,
-    sources: Sequence[Source],
-    bytes_per_s: Sequence[float],
-    block_bytes: int,
+    held_blocks: int, sources: Sequence[Source], bytes_per_s: Sequence[float], block_bytes: int
 ) -> list[Chain]:
     """Return the cheapest chain of at most ``MAX_LINKS`` links for each useful last source.
 

@@ -81,13 +81,7 @@ class ResidentSessions:
         return BEGINS
 
     def note(
-        self,
-        hashes: bytes,
-        continued: bytes,
-        worker_id: str,
-        now_ns: int,
-        *,
-        is_long: bool = True,
+        self, hashes: bytes, continued: bytes, worker_id: str, now_ns: int, *, is_long: bool = True
     ) -> None:
         """Note a turn that is computed on a worker; ``continued`` is the session's former tip.
 

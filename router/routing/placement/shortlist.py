@@ -34,13 +34,7 @@ from router.routing.placement.prefix_sources import (
 from router.routing.placement.pricing import Asked, Pricing
 from router.routing.placement.resident_sessions import BEGINS, PromptSession
 from router.routing.placement.worker_columns import WorkerColumns, Workers
-from router.routing.placement.worker_load import (
-    NO_TIERS,
-    Known,
-    Rates,
-    ReportedWorker,
-    Reports,
-)
+from router.routing.placement.worker_load import NO_TIERS, Known, Rates, ReportedWorker, Reports
 from router.routing.workers.slot import WorkerSlot
 
 _JITTER_S = 1e-9  # random order of equal workers
@@ -258,7 +252,7 @@ class Shortlist:
             return None
         self._write_bookings(pricing, book)
         cached = {
-            index: blocks
+            index: self._kept(index, blocks)
             for incarnation, blocks in held.items()
             if (index := workers.index_of_incarnation.get(incarnation)) is not None
         }
@@ -281,6 +275,20 @@ class Shortlist:
         booked = {index: load for index in compared if (load := all_booked.get(index)) is not None}
         return PricedPlacements(pairs, costs_s, compared, booked, cached, tiers)
 
+    def _kept(self, index: int, blocks: int) -> int:
+        """Return how many of a prompt's cached blocks are there after the prompts that wait.
+
+        Other engines evict what waiting prompts need, the oldest blocks first: little by a short
+        queue, and all by one that fills a third of the pool, as the next turns need older blocks.
+        """
+        report = self._workers.reported[index].report
+        queued = report.queued_tokens + self._booked.get(index, _NOTHING).tokens
+        if queued <= 0 or not report.evicts_of_queue:
+            return blocks
+        displaced = queued / report.block_tokens - report.status.kv_blocks.free
+        lost = min((3 * max(displaced, 0.0) / max(report.total_blocks, 1)) ** 2, 1.0)
+        return round(blocks * (1 - lost))
+
     def _write_bookings(self, pricing: Pricing, book: LoadBook) -> None:
         """Write bookings that have changed since the last prompt, or all into new rows."""
         changed: Iterable[str] = book.changed()
@@ -296,12 +304,7 @@ class Shortlist:
                     del self._booked[index]
 
     def best(
-        self,
-        prompt: PromptToPlace,
-        book: LoadBook,
-        now_ns: int,
-        *,
-        keep: int,
+        self, prompt: PromptToPlace, book: LoadBook, now_ns: int, *, keep: int
     ) -> list[tuple[WorkerSlot, int]]:
         """Return the workers of each role that are fastest, freest, or have most of the prompt.
 
@@ -327,7 +330,7 @@ class Shortlist:
         cached = np.zeros(len(queued))
         for incarnation, blocks in prompt.held.items():
             if (index := workers.index_of_incarnation.get(incarnation)) is not None:
-                cached[index] = blocks
+                cached[index] = self._kept(index, blocks)
         jitter_s = self._draw.random(len(queued)) * _JITTER_S
         block_s = columns["block_tokens"] * columns["token_s"] * (1 + answering)
         own_s = (prompt_blocks - cached) * block_s

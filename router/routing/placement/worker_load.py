@@ -10,7 +10,7 @@ import msgspec
 from batonpb.common_pb2 import Capabilities, WorkerStatus
 
 from baton.types.geometry import BLOCK_TOKENS, context_tokens, head_bytes
-from baton.wire.compatibility import format_id
+from baton.wire.compatibility import external_engine, format_id
 from router.routing.placement.block_table import Hashes
 from router.routing.placement.booked_load import LoadBook, Unreported
 from router.routing.placement.congestion import Crowding
@@ -165,6 +165,7 @@ class ParsedReport(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     block_tokens: int
     format_id: str
+    evicts_of_queue: bool  # cached blocks that prompts in its queue need
     tier_block_s: Mapping[str, float]  # by tier, the fastest first
 
     def tiers(self, cached_blocks: int, held: Mapping[str, int]) -> tuple[int, float]:
@@ -192,7 +193,12 @@ class ParsedReport(msgspec.Struct, frozen=True, kw_only=True):
         blocks = status.kv_blocks
         edges = ReportedEdges(status, links)
         if before is not None and before.capabilities is capabilities:
-            shape = before.block_bytes, before.block_tokens, before.format_id
+            shape = (
+                before.block_bytes,
+                before.block_tokens,
+                before.format_id,
+                before.evicts_of_queue,
+            )
         else:
             shape = _block_shape(capabilities)
         return cls(
@@ -216,6 +222,7 @@ class ParsedReport(msgspec.Struct, frozen=True, kw_only=True):
             block_bytes=shape[0],
             block_tokens=shape[1],
             format_id=shape[2],
+            evicts_of_queue=shape[3],
             tier_block_s={
                 tier.name: tier.block_s or PRIOR_TIER_BLOCK_S.get(tier.name, 0.0)
                 for tier in status.kv_tiers
@@ -227,7 +234,7 @@ def _decode_line(status: WorkerStatus) -> FittedDecodeLine:
     return FittedDecodeLine(status.decode_base_s, status.decode_row_s, status.decode_context_s)
 
 
-def _block_shape(capabilities: Capabilities) -> tuple[int, int, str]:
+def _block_shape(capabilities: Capabilities) -> tuple[int, int, str, bool]:
     groups = capabilities.kv_groups
     block_bytes = sum(
         len(group.layer_ids)
@@ -238,7 +245,7 @@ def _block_shape(capabilities: Capabilities) -> tuple[int, int, str]:
         for group in groups
     )
     tokens = groups[0].block_tokens if groups else BLOCK_TOKENS
-    return block_bytes, tokens, format_id(capabilities)
+    return block_bytes, tokens, format_id(capabilities), bool(external_engine(capabilities))
 
 
 class ReportedWorker(NamedTuple):

@@ -1,6 +1,7 @@
 """HTTP client of engines, against real servers."""
 
 import asyncio
+import contextlib
 import ssl
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +33,20 @@ async def test_a_request_larger_than_the_sockets_buffer_arrives_whole(tmp_path: 
     exchange = await origin.begin("POST", "/x", body, parts.append)
     assert await exchange.done
     assert parts == [b"1"]
+    server.close()
+
+
+async def test_a_head_without_an_end_is_cut_off() -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"X-Name: " + b"x" * 65_536 + b"\r\n")
+                await writer.drain()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    origin = HttpOrigin.of_url(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    assert await origin.ask("GET", "/health", 10.0) == (0, False, b"")
     server.close()
 
 

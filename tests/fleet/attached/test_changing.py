@@ -179,7 +179,8 @@ def test_serve_needs_no_file_but_the_model_if_its_folder_is_elsewhere(
     thread: ServerThread, tmp_path: Path
 ) -> None:
     server = thread.start(replace(LIKE, root="org/tiny", model="org/tiny"))
-    command = [sys.executable, "-m", "fleet.cli.main", "serve", "--attach", server.url]
+    command = [sys.executable, "-m", "fleet.cli.main", "serve", "--attach", "http://127.0.0.1:1"]
+    command += ["--attach", f"{server.url}/v1"]  # as clients spell it
     environment = {**os.environ, "BATON_HOME": str(tmp_path), "COLUMNS": "200"}
     refused = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=60, check=False

@@ -41,6 +41,7 @@ async def test_the_properties_are_read() -> None:
             {"missing": frozenset(["--enable-prompt-tokens-details"])},
             "add `--enable-prompt-tokens-details`",
         ),
+        ({"missing": frozenset(["/version"])}, "is no vLLM server .*`engine: llama-server`"),
         ({"block_tokens": 24}, "add `--block-size`"),
         ({"key": "k"}, "`key_file`.*`--api-key`"),
         ({"model": "other", "root": "other"}, "--served-model-name smol"),

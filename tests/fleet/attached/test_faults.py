@@ -148,8 +148,9 @@ def test_a_response_goes_on_at_another_server_with_equal_tokens(pair: Pair, faul
     assert len(resumed["token_ids"]) > len(PROMPT)  # behind what the first server has sent
 
 
-def test_an_error_of_a_server_is_no_error_of_the_client(pair: Pair) -> None:
-    pair.servers[0].emulation.fault = "500"
+@pytest.mark.parametrize("fault", ["500", "flood"])
+def test_an_error_of_a_server_is_no_error_of_the_client(pair: Pair, fault: str) -> None:
+    pair.servers[0].emulation.fault = fault
     for number in range(8):
         prompt = [number, *range(300, 340)]
         assert pair.fleet.complete(4, prompt) == expected(4, prompt)

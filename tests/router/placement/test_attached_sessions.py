@@ -23,3 +23,4 @@ def test_sessions_stay_where_their_prefix_is(worlds):
     assert fmean(world.cached_share for world in worlds) >= 0.59
     assert fmean(world.ttft_s(0.5) for world in worlds) <= 0.06
     assert fmean(world.ttft_s(0.9) for world in worlds) <= 0.19
+    assert fmean(world.ttft_s(0.99) for world in worlds) <= 0.5, "long queues evict prefixes"

@@ -45,16 +45,22 @@ def modes(
         clock_ns=lambda: 0,
         hashes_of=lambda *_: [],
     )
-    request = GenerationRequest(
+    request = asked(2048, goes_on=goes_on, images=images, **params)
+    return {one.mode for one in placer.quote(request).placement.candidates}
+
+
+def asked(
+    length: int, goes_on: bool = False, images: tuple[PromptImage, ...] = (), **params: Any
+) -> GenerationRequest:
+    return GenerationRequest(
         request_id="r",
-        prompt=tuple(range(2048)),
+        prompt=tuple(range(length)),
         sampling=SamplingParams(max_tokens=64, **params),
         arrived_ns=0,
         deadline_ns=10**18,
         goes_on=goes_on,
         images=images,
     )
-    return {one.mode for one in placer.quote(request).placement.candidates}
 
 
 def test_prompts_may_be_handed_over() -> None:
@@ -82,3 +88,26 @@ def test_a_resumed_response_stays_on_one_worker() -> None:
 
 def test_a_prompt_with_images_stays_on_one_worker() -> None:
     assert modes("vllm", images=(IMAGE,)) == {"colocated"}
+
+
+def test_a_prompt_goes_to_attached_servers_whose_context_has_room_for_it() -> None:
+    workers = Table(fleet(0, 3, random.Random(1)))
+    for slot, room in zip(workers, (1024, 2048, 2049), strict=True):
+        assert slot.link is not None
+        slot.link.capabilities.max_context_tokens = room
+    settings = LaneSettings(model="m", model_names=("m",), external="vllm", attached=True)
+    placer = Placer(settings, workers, PrefixIndex(), hashes_of=lambda *_: [])
+    placed = {
+        length: {
+            one.decode.worker_id
+            for one in placer.quote(asked(length), may_spread=False).placement.candidates
+        }
+        for length in (1000, 1500, 2048, 3000)
+    }
+    names = {slot.worker_id for slot in workers}
+    assert placed == {
+        1000: names,
+        1500: names - {"decode-0"},
+        2048: {"decode-2"},
+        3000: names,  # a server refuses it
+    }
