@@ -16,6 +16,7 @@ from baton.addresses import join_address
 from baton.engine.emulated_timing import TIMINGS
 from baton.engine.process.client import EngineClient
 from baton.engine.process.handle import EngineHandle
+from baton.engine.process.link import InnerLink
 from baton.engine.settings import EngineSettings
 from baton.model.artifact import resolve_model
 from baton.model.trust import check_trust
@@ -133,8 +134,14 @@ async def start_engine(context: StartContext, stack: AsyncExitStack) -> EngineHa
     client = await EngineClient.start(
         engine_settings, progress, stderr, count_task_failure=failure_counter(metrics)
     )
-    engine = EngineHandle(client, is_server=engine_settings.external is not None)
-    stack.push_async_callback(engine.client.stop)
+    stack.push_async_callback(client.stop)
+    link: EngineClient | InnerLink = client
+    if client.ready.running:
+        from baton.engine.vllm.translator import VllmLink  # needs pyzmq
+
+        link = VllmLink(client, engine_settings)
+        stack.push_async_callback(link.stop)
+    engine = EngineHandle(link, is_server=engine_settings.external is not None)
     metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
     geometry = engine.client.ready.geometry
     metrics.set_cache_info(geometry.num_blocks, geometry.block_tokens, geometry.dtype)

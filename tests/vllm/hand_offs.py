@@ -81,10 +81,15 @@ def route(answer: httpx.Response) -> dict[str, str]:
     return dict(pair.split("=") for pair in pairs)
 
 
+def has_pages(socket: str) -> bool:
+    """Return whether a vLLM hands KV over by Baton's transports."""
+    return Path(socket).with_name(GENERATIONS).exists()
+
+
 def pages_in_use(socket: str) -> int:
     """Return the pages of a worker's pool that belong to a request, with Baton's transports."""
     file = Path(socket).with_name(GENERATIONS)
-    return np.count_nonzero(np.fromfile(file, np.int64)) if file.exists() else 0
+    return np.count_nonzero(np.fromfile(file, np.int64)) if has_pages(socket) else 0
 
 
 def vllm_metric(socket: str, name: str) -> float:

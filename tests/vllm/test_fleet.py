@@ -212,8 +212,8 @@ async def load(fleet: Fleet, count: int, more_headers: dict[str, str] | None = N
         await asyncio.gather(*(work(client) for _ in range(16)))
 
 
-def test_a_stream_goes_on_elsewhere_when_a_translator_is_killed(fleet: Fleet) -> None:
-    check_a_kill(fleet, "translator")
+def test_a_stream_goes_on_elsewhere_when_an_engine_process_is_killed(fleet: Fleet) -> None:
+    check_a_kill(fleet, "process")
 
 
 def test_a_format_is_kept(fleet: Fleet) -> None:
@@ -287,7 +287,7 @@ def test_a_stream_goes_on_elsewhere_when_a_shell_is_killed(fleet: Fleet) -> None
 
 def test_a_format_goes_on_elsewhere_where_it_was(fleet: Fleet) -> None:
     digits = "3141592653589793238462643383279502884197169399375105820974944592307816406286"
-    text = check_a_kill(fleet, "translator", guided_choice=[digits], ignore_eos=False)
+    text = check_a_kill(fleet, "process", guided_choice=[digits], ignore_eos=False)
     assert digits.startswith(text)
 
 
@@ -325,12 +325,12 @@ def kill(fleet: Fleet, worker_id: str, victim: str) -> list[psutil.Process]:
     """Kill one process of a worker; return the processes of its vLLM."""
     (worker,) = [one for one in fleet.workers() if one["id"] == worker_id]
     server = psutil.Process(worker["pid"])
-    translator = server.parent()
-    assert translator is not None
+    process = server.parent()
+    assert process is not None
     (core,) = [one for one in server.children() if "EngineCore" in " ".join(one.cmdline())]
-    victims = {"server": server, "core": core, "translator": translator}
-    group = [translator, server, *server.children(recursive=True)]
-    (victims.get(victim) or translator.parent()).send_signal(signal.SIGKILL)
+    victims = {"server": server, "core": core, "process": process}
+    group = [process, server, *server.children(recursive=True)]
+    (victims.get(victim) or process.parent()).send_signal(signal.SIGKILL)
     return group
 
 

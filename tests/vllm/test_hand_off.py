@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from baton.engine.vllm.selftest import prove_exact
-from baton.engine.vllm.server import GENERATIONS, origin_in, read_facts
+from baton.engine.vllm.server import origin_in, read_facts
 from baton.types.errors import InternalError
 from tests.fleet.test_up import wait_for
 from tests.vllm.hand_offs import (
@@ -31,13 +31,14 @@ from tests.vllm.hand_offs import (
     complete,
     cores_used,
     doubtful,
+    has_pages,
     route,
     serving,
     vllm_metric,
 )
 from tests.vllm.places import PYTHON
 from tests.vllm.test_exact import VOCABULARY
-from tests.vllm.test_fleet import READY_S, Fleet, alone, kill, load, sockets
+from tests.vllm.test_fleet import READY_S, Fleet, alone, load, sockets
 
 pytestmark = [
     pytest.mark.slow,
@@ -164,7 +165,7 @@ def test_the_next_turn_computes_and_moves_only_what_is_new(fleet: Fleet) -> None
     assert moved_bytes == (len(prompt) - held_tokens) * 30 * 2 * 3 * 64 * 4
     decode = route(second)["decode"]
     socket = sockets(fleet)[decode]
-    if Path(socket).with_name(GENERATIONS).exists():
+    if has_pages(socket):
         assert report["prefix_from"][-1] == {"worker_id": decode, "blocks": held_tokens // 16}
         assert cached(second) == held_tokens
     else:
@@ -187,34 +188,21 @@ def test_nothing_is_left_after_clients_that_disconnect(fleet: Fleet) -> None:
 
 # in turns, so that a worker of each role is ready while the others start
 @pytest.mark.parametrize(
-    ("role", "victim", "after_tokens"),
+    ("role", "with_nixl", "with_baton", "after_tokens"),
     [
-        ("prefill", "core", PREFILL),
-        ("decode", "core", HAND_OFF),
-        ("prefill", "shell", PREFILL),
-        ("decode", "shell", ANSWER),
-        ("prefill", "translator", HAND_OFF),
-        ("decode", "translator", HAND_OFF),
-        ("prefill", "shell", HAND_OFF),
-        ("decode", "shell", HAND_OFF),
-        ("prefill", "server", PREFILL),
-        ("decode", "server", ANSWER),
+        ("prefill", "core", "server", PREFILL),
+        ("decode", "shell", "server", ANSWER),
+        ("prefill", "process", "shell", HAND_OFF),
+        ("prefill", "shell", "core", PREFILL),  # the last one: the other one starts
+        ("decode", "core", "shell", HAND_OFF),
     ],
 )
 def test_a_stream_goes_on_when_a_process_of_its_pair_is_killed(
-    fleet: Fleet, role: str, victim: str, after_tokens: int
+    fleet: Fleet, role: str, with_nixl: str, with_baton: str, after_tokens: int
 ) -> None:
     wait_for(lambda: {"prefill", "decode"} <= {one["role"] for one in fleet.ready()}, READY_S)
+    victim = with_baton if has_pages(sockets(fleet).popitem()[1]) else with_nixl
     check_a_kill(fleet, role, victim, after_tokens)
-
-
-def test_a_stream_goes_on_when_the_last_prefill_worker_is_killed(fleet: Fleet) -> None:
-    wait_for(lambda: {"prefill", "decode"} <= {one["role"] for one in fleet.ready()}, READY_S)
-    first, *_ = [one["id"] for one in fleet.ready() if one["role"] == "prefill"]
-    kill(fleet, first, "core")
-    wait_for(lambda: first not in {one["id"] for one in fleet.ready()}, 20)
-    wait_for(lambda: "prefill" in {one["role"] for one in fleet.ready()}, READY_S)
-    check_a_kill(fleet, "prefill", "core", PREFILL)
 
 
 def test_nothing_is_left_after_the_kills(fleet: Fleet) -> None:

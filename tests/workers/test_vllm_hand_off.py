@@ -87,6 +87,18 @@ async def test_a_vllm_is_exact_if_its_mode_is_on_and_all_paths_agree(tmp_path: P
         await EngineClient.start(msgspec.structs.replace(settings, external=off))
 
 
+@pytest.mark.parametrize("victim", ["vllm", "engine process"])
+async def test_a_worker_ends_with_its_vllm(tmp_path: Path, victim: str) -> None:
+    external = ExternalEngine(kind="vllm", python=str(recorded_vllm(tmp_path)), hand_off="nixl")
+    model = write_llama(tmp_path / "model", vocab_size=RECORDED_VOCAB)
+    worker = await WorkerProcess.start("decode-0", model=model, numerics="fast", external=external)
+    vllm = psutil.Process(worker.record.pid)
+    parent = vllm.parent()
+    assert parent is not None
+    (vllm if victim == "vllm" else parent).kill()
+    assert await asyncio.wait_for(worker.process.wait(), 10)
+
+
 async def test_an_untested_version_that_fails_its_self_test_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,46 +3,42 @@
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cached_property
 
 import msgspec
 
 from baton.engine.process import messages
-from baton.types.geometry import KvGeometry
 
 
 class InnerLink:
-    """Connection to an engine in this process, which never sleeps and has no pages of KV.
+    """Connection to an engine in this process, which never sleeps.
 
-    Reports arrive in a later turn of the loop, as from another process.
+    Reports arrive in a later turn of the loop, as from another process. The engine's pool is its
+    own, so that ``pools`` has one block, unless a subclass has more.
 
     Args:
-        ready: Properties of the engine; its pool is its own, so that this one has one block.
+        ready: Properties of the engine.
     """
 
     pool_fd = -1
-    fatal = ""
     holds = False
 
     def __init__(self, ready: messages.Ready) -> None:
         self.ready = ready
+        self.fatal = ""
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.wanted = asyncio.Event()
         self.handle: Callable[[messages.Command], None] = lambda _: None
         self.close: Callable[[], Awaitable[None]] = _nothing
-        self._pool = memoryview(bytearray(self.pool_geometry.pool_bytes))
+        self.pool_geometry = msgspec.structs.replace(ready.geometry, num_blocks=1)
         self._reports: deque[messages.Report] = deque()
         self._listener: Callable[[messages.Report], None] | None = None
         self._loop = asyncio.get_running_loop()
 
-    @property
+    @cached_property
     def pools(self) -> Sequence[memoryview]:
         """The pool, which nothing uses."""
-        return (self._pool,)
-
-    @property
-    def pool_geometry(self) -> KvGeometry:
-        """Shape of one block."""
-        return msgspec.structs.replace(self.ready.geometry, num_blocks=1)
+        return (memoryview(bytearray(self.pool_geometry.pool_bytes)),)
 
     def report(self, *reports: messages.Report) -> None:
         """Send reports to the shell."""

@@ -162,6 +162,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     load_s: float
     ranks: tuple[int, ...] = ()  # pids of a tensor-parallel replica, the leader's first
     hand_off: str = ""  # how the engine moves KV by itself; empty: it does not
+    running: bytes = b""  # server to which the shell talks itself, see baton.engine.vllm.translator
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from http import HTTPStatus
-from typing import Self
+from typing import Self, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -49,10 +49,8 @@ class HttpExchange(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the rest of the request."""
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError(f"not a stream: {transport!r}")
-        self._transport = transport
-        transport.write(self._unsent)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has another base
+        self._transport.write(self._unsent)
         self._unsent = b""
 
     def data_received(self, data: bytes) -> None:

@@ -26,7 +26,7 @@ from baton.engine.remote.cached_prefixes import ApproximatePrefixes, CachedPrefi
 from baton.engine.remote.http import HttpOrigin, StatusError
 from baton.engine.remote.live_request import LiveRequest
 from baton.engine.vllm import protocol
-from baton.engine.vllm.control import VllmControl, log
+from baton.engine.vllm.control import VllmControl
 from baton.engine.vllm.engine import VllmEngine, VllmParts
 from baton.engine.vllm.facts import VllmFacts, hand_off_id
 from baton.engine.vllm.hand_off_nixl import NixlHandOff
@@ -376,5 +376,5 @@ def _prefixes(
         return ApproximatePrefixes(blocks, facts.block_tokens, send)
     from baton.engine.vllm.events_client import EventPrefixes, KvEventsClient
 
-    clients = [KvEventsClient(stream, replay, log) for stream, replay in endpoints]
+    clients = [KvEventsClient(stream, replay) for stream, replay in endpoints]
     return EventPrefixes(clients, facts.block_tokens, send)

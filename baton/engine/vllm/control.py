@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import sys
+import logging
 from collections.abc import Callable
 
 import msgspec
@@ -10,6 +10,8 @@ import msgspec
 from baton.engine.remote.http import HttpOrigin, StatusError
 from baton.engine.vllm import protocol
 from baton.types.errors import UnavailableError
+
+_LOG = logging.getLogger(__name__)
 
 _ANSWER_S = 8.0  # for vLLM's API server to respond, which is slow on busy cores
 _ERASE_S = 30.0
@@ -75,6 +77,5 @@ class VllmControl:
 
 
 def log(text: str) -> None:
-    """Write a line to the worker's engine log."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    """Write a line to the log."""
+    _LOG.warning("%s", text)

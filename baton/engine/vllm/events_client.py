@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from baton.engine.remote.cached_prefixes import CachedPrefixes, Work
+from baton.engine.vllm.control import log
 from baton.engine.vllm.kv_events import REPLAY_END, CachedBlocks, EventOrder
 from baton.types.errors import InternalError
 from baton.types.events import CacheChanged
@@ -26,21 +27,17 @@ class KvEventsClient:
     Args:
         stream: ZeroMQ endpoint of the events.
         replay: Endpoint that repeats them; empty: none, and events that are missed stay unknown.
-        log: Called with one line of text for each gap.
         has_tier: Whether vLLM holds blocks in host memory, too.
 
     Attributes:
         on_change: Called with each change of Baton's index.
     """
 
-    def __init__(
-        self, stream: str, replay: str, log: Callable[[str], None], *, has_tier: bool = False
-    ) -> None:
+    def __init__(self, stream: str, replay: str, *, has_tier: bool = False) -> None:
         self.cached = CachedBlocks(has_tier=has_tier)
         self.on_change: Callable[[CacheChanged], None] = lambda _: None
         self._stream = stream
         self._replay_at = replay
-        self._log = log
         self._order = EventOrder()
         self._gap = asyncio.Event()
         self._context = zmq.asyncio.Context()
@@ -70,7 +67,7 @@ class KvEventsClient:
                 try:
                     await self._replay(number)
                 except TimeoutError:
-                    self._log(f"vLLM does not repeat its KV events from number {number} on")
+                    log(f"vLLM does not repeat its KV events from number {number} on")
                     await asyncio.sleep(_RETRY_S)
 
     def _live(self, parts: list[bytes]) -> None:
@@ -103,7 +100,7 @@ class KvEventsClient:
 
     def _replay_ended(self) -> None:
         if self._order.replay_ended():
-            self._log("KV events are lost: forgetting the cached blocks of this worker")
+            log("KV events are lost: forgetting the cached blocks of this worker")
             self.on_change(self.cached.clear())
         self._apply(self._order.take_ready())
 

@@ -1,9 +1,9 @@
-"""Engine process of a vLLM worker: it starts ``vllm serve`` and translates for it.
+"""Engine process of a vLLM worker: it starts ``vllm serve`` and ends it.
 
     python -m baton.engine.vllm.process CONTROL_FD POOL_FD SETTINGS_JSON
 
-    worker's shell == commands, reports ==> this process -- HTTP, KV events --> vllm serve
-                   (baton.engine.process.messages)          (Unix sockets)      (and its children)
+    worker's shell == messages.Stop, Ready, Fatal ==> this process -- starts, ends --> vllm serve
+    worker's shell -- HTTP, KV events (Unix sockets), see translator.py --------------> vllm serve
 
 The arguments are those of ``baton.engine.process.step_loop``. With ``hand_off: baton`` vLLM opens
 the pool, to copy KV from it and into it. This process leads a process group, to which vLLM belongs.
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,25 +26,17 @@ from pathlib import Path
 import msgspec
 
 from baton.engine.process import messages
-from baton.engine.remote.http import HttpOrigin
 from baton.engine.settings import EngineSettings, ExternalEngine
 from baton.engine.vllm import server
-from baton.engine.vllm.control import VllmControl, log
-from baton.engine.vllm.engine import VllmEngine, VllmParts
-from baton.engine.vllm.events_client import EventPrefixes, KvEventsClient
-from baton.engine.vllm.facts import VllmFacts
-from baton.engine.vllm.hand_off import HandOff
-from baton.engine.vllm.hand_off_baton import BatonHandOff
-from baton.engine.vllm.hand_off_nixl import NixlHandOff
+from baton.engine.vllm.control import log
 from baton.engine.vllm.selftest import prove_exact
+from baton.engine.vllm.translator import RunningVllm, event_prefixes
 from baton.engine.vllm.untested import check_untested
 from baton.engine.vllm.versions import untested
 from baton.model.artifact import resolve_model
 from baton.model.locate import locate
-from baton.model.model_config import ModelConfig
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import InternalError
-from baton.types.geometry import KvGeometry
 
 _EXIT_S = 2.0  # for vLLM to end after SIGTERM; the shell waits little longer
 
@@ -73,19 +64,15 @@ class VllmProcess:
         self._writer = writer
         self._folder = folder
         self._pool_fd = pool_fd
-        self._engine: VllmEngine | None = None
 
     async def listen(self, reader: asyncio.StreamReader) -> None:
-        """Execute the shell's commands until ``Stop``, or until the shell is gone."""
+        """Wait for ``Stop``, or until the shell is gone."""
         commands = messages.command_reader()
         with suppress(ConnectionError):
             while data := await reader.read(1 << 20):
-                for command in commands.feed(data):
-                    if isinstance(command, messages.StopEngine):
-                        self.end("")
-                        return
-                    if self._engine is not None:
-                        self._engine.handle(command)
+                if any(isinstance(one, messages.StopEngine) for one in commands.feed(data)):
+                    self.end("")
+                    return
         self.orphaned = True
         self.end("")
 
@@ -128,7 +115,6 @@ class VllmProcess:
                 log(warning)
                 events = partial(event_prefixes, self._folder, facts)
                 await check_untested(origin, facts, events, self._folder, config.vocab_size)
-            self._engine = self._translator(vllm, origin, facts, config, geometry)
             self._send(
                 messages.Ready(
                     pid=vllm.pid,
@@ -140,37 +126,13 @@ class VllmProcess:
                     threads=settings.threads,
                     load_s=time.monotonic() - began_s,
                     hand_off=facts.hand_off,
+                    running=msgspec.msgpack.encode(RunningVllm(self._folder, facts, config)),
                 )
             )
-            self._engine.broken.add_done_callback(lambda broken: self.end(broken.result()))
             code = await vllm.wait()
             raise InternalError(f"`vllm serve` exited with code {code}; see the engine log")
         finally:
-            if self._engine is not None:
-                await self._engine.close()
             await _terminate(vllm)
-
-    def _translator(
-        self,
-        vllm: asyncio.subprocess.Process,
-        origin: HttpOrigin,
-        facts: VllmFacts,
-        config: ModelConfig,
-        geometry: KvGeometry,
-    ) -> VllmEngine:
-        tier_bytes = self._settings.kv_tiers.memory_mb << 20
-        prefixes = event_prefixes(self._folder, facts, self._send, has_tier=tier_bytes > 0)
-        parts = VllmParts(
-            origin,
-            VllmControl(origin, lambda: vllm.returncode is not None),
-            prefixes,
-            hand_off_of(self._folder, facts, self._send),
-        )
-        max_adapters = self._settings.max_adapters if self._external.adapters else 0
-        engine = VllmEngine(self._send, parts, facts, config, max_adapters)
-        if tier_bytes:
-            engine.show_tier(lambda: prefixes.tier_blocks, tier_bytes // geometry.block_bytes)
-        return engine
 
     def end(self, why: str) -> None:
         """End this process, because of ``why`` if that is not empty."""
@@ -193,25 +155,9 @@ class VllmProcess:
     def _progress(self, what: str) -> None:
         self._send(messages.LoadProgress(what))
 
-    def _send(self, *reports: messages.Report) -> None:
-        if reports and not self._writer.is_closing():
-            self._writer.write(messages.frame(reports))
-
-
-def event_prefixes(
-    folder: str, facts: VllmFacts, send: Callable[..., None], *, has_tier: bool = False
-) -> EventPrefixes:
-    """Return what a vLLM that was started with this folder has cached."""
-    endpoints = (f"ipc://{folder}/events", f"ipc://{folder}/replay")
-    client = KvEventsClient(*endpoints, log, has_tier=has_tier)
-    return EventPrefixes([client], facts.block_tokens, send)
-
-
-def hand_off_of(folder: str, facts: VllmFacts, send: Callable[..., None]) -> HandOff:
-    """Return the way of KV between vLLMs that were started so."""
-    if facts.hand_off.startswith("baton/"):
-        return BatonHandOff(folder, facts, send)
-    return NixlHandOff(facts.block_tokens)
+    def _send(self, report: messages.Report) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(messages.frame([report]))
 
 
 async def _terminate(vllm: asyncio.subprocess.Process) -> None:

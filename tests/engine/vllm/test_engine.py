@@ -19,8 +19,8 @@ from baton.engine.vllm import engine, protocol, server
 from baton.engine.vllm.control import VllmControl
 from baton.engine.vllm.engine import VllmEngine, VllmParts
 from baton.engine.vllm.facts import VllmFacts, facts_of, hand_off_id
-from baton.engine.vllm.process import event_prefixes, hand_off_of
 from baton.engine.vllm.scored_prompt import prompt_logprobs
+from baton.engine.vllm.translator import event_prefixes, hand_off_of
 from baton.types import events as ev
 from baton.types.block_hashes import block_hashes
 from baton.types.params import SamplingParams

@@ -27,10 +27,7 @@ class Publisher:
         self.replay = context.socket(zmq.ROUTER)
         self.replay.bind(f"ipc://{folder}/replay")
         self.changes: list[CacheChanged] = []
-        self.logged: list[str] = []
-        self.client = KvEventsClient(
-            f"ipc://{folder}/events", f"ipc://{folder}/replay", self.logged.append
-        )
+        self.client = KvEventsClient(f"ipc://{folder}/events", f"ipc://{folder}/replay")
         self.client.on_change = self.changes.append
         self.reading = asyncio.create_task(self.client.run())
         self.filling = asyncio.create_task(self.client.fill_gaps())
@@ -61,7 +58,9 @@ async def publisher(tmp_path: Path) -> AsyncIterator[Publisher]:
     context.destroy(linger=0)
 
 
-async def test_a_gap_in_the_stream_is_filled_by_a_replay(publisher: Publisher) -> None:
+async def test_a_gap_in_the_stream_is_filled_by_a_replay(
+    publisher: Publisher, caplog: pytest.LogCaptureFixture
+) -> None:
     first, _, third = recorded_messages("events")
     replay = recorded_messages("replay")
     assert await publisher.answer(replay[-1:]) == 0  # what came before the subscription
@@ -70,11 +69,11 @@ async def test_a_gap_in_the_stream_is_filled_by_a_replay(publisher: Publisher) -
     assert await publisher.answer(replay[1:]) == 1
     while len(publisher.changes) < 3:
         await asyncio.sleep(0.005)
-    assert publisher.logged == []
+    assert not caplog.messages
 
 
 async def test_a_replay_that_stops_is_requested_again(
-    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(events_client, "_REPLAY_S", 0.2)
     monkeypatch.setattr(events_client, "_RETRY_S", 0.01)
@@ -83,9 +82,9 @@ async def test_a_replay_that_stops_is_requested_again(
     _, second, third = recorded_messages("events")
     await publisher.events.send_multipart(third)
     await publisher.answer(replay[:1])
-    while not publisher.logged:
+    while not caplog.messages:
         await asyncio.sleep(0.005)
-    assert "does not repeat its KV events from number 0 on" in publisher.logged[0]
+    assert "does not repeat its KV events from number 0 on" in caplog.messages[0]
     await publisher.answer(replay)
     while len(publisher.changes) < 3:
         await asyncio.sleep(0.005)
@@ -111,7 +110,7 @@ async def test_without_a_replay_what_was_missed_stays_unknown(tmp_path: Path) ->
     """The first batches came before the subscription; the later ones are used."""
     batches = recorded_messages("events")
     changes: list[CacheChanged] = []
-    client = KvEventsClient(f"ipc://{tmp_path}/events", "", lambda _: None)
+    client = KvEventsClient(f"ipc://{tmp_path}/events", "")
     client.on_change = changes.append
     context = zmq.asyncio.Context()
     with context.socket(zmq.XPUB) as events:
@@ -134,7 +133,7 @@ async def test_without_a_replay_what_was_missed_stays_unknown(tmp_path: Path) ->
 
 def test_blocks_of_several_ranks_are_stored_by_the_first_and_removed_by_the_last() -> None:
     changes: list[CacheChanged] = []
-    ranks = [KvEventsClient("ipc://none", "", lambda _: None) for _ in range(2)]
+    ranks = [KvEventsClient("ipc://none", "") for _ in range(2)]
     prefixes = EventPrefixes(ranks, 32, changes.append)
     payload = next(parts[2] for parts in recorded_messages("events") if b"BlockStored" in parts[2])
     for rank in ranks:

@@ -68,7 +68,7 @@ async def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
         await EngineClient.start(start(str(file), "/nowhere/python"))
 
 
-@pytest.mark.parametrize("victim", ["shell", "translator", "both"])
+@pytest.mark.parametrize("victim", ["shell", "process", "both"])
 def test_nothing_of_the_group_outlives_a_killed_process(
     tmp_path: Path, model: str, victim: str
 ) -> None:
@@ -77,11 +77,11 @@ def test_nothing_of_the_group_outlives_a_killed_process(
     try:
         own = psutil.Process(shell.pid)
         until(lambda: len(own.children(recursive=True)) >= 3)
-        (translator,) = own.children()
+        (process,) = own.children()
         group = own.children(recursive=True)
-        assert {os.getpgid(one.pid) for one in group} == {translator.pid}
+        assert {os.getpgid(one.pid) for one in group} == {process.pid}
         until(lambda: [one.pid for one in group if "sleep 601" in " ".join(one.cmdline())])
-        victims = {"shell": [own], "translator": [translator], "both": [own, translator]}
+        victims = {"shell": [own], "process": [process], "both": [own, process]}
         for one in victims[victim]:
             one.suspend()  # neither may see the end of the other
         for one in victims[victim]:
