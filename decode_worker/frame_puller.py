@@ -18,11 +18,11 @@ from batonpb.decode_pb2 import PrefillTarget, Submission
 from baton.telemetry.alive_clock import ALIVE
 from decode_worker.parts import WorkerParts
 from kvtransfer import chunk
+from kvtransfer.edge import FALLBACK
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver
 from kvtransfer.receiver_actions import Action, Pull
 from kvtransfer.transport import Frame, FrameStream, TransportError
-from kvtransfer.transports import FALLBACK
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+FALLBACK = "grpc"
+"""Transport that reaches every peer, is never suspended, and is used if another one fails."""
+
 _ASSUMED_BYTES_PER_S = 200e6  # of an edge without measurements, for a pull's timeout
 _SAMPLES = 9
 _LEAST_SAMPLE_BYTES = 1 << 16  # smaller pulls measure latency rather than bandwidth
@@ -87,16 +90,11 @@ class _Way:
 
 
 class Edge:
-    """Link from one prefill worker to this worker. The time is passed in.
+    """Link from one prefill worker to this worker. The time is passed in."""
 
-    Args:
-        fallback: The transport that is never suspended.
-    """
-
-    def __init__(self, fallback: str = "grpc") -> None:
-        self._fallback = fallback
+    def __init__(self) -> None:
         self._ways: dict[str, _Way] = {}
-        self._last = self.rate(fallback)  # of the transport that was measured last
+        self._last = self.rate(FALLBACK)  # of the transport that was measured last
         self._passed_over = 0  # how often the first of the list was
 
     @property
@@ -123,9 +121,7 @@ class Edge:
     def ways(self, usable: Sequence[str], now_ns: int) -> list[str]:
         """Return the transport to pull by, then the fallback, of ``usable`` ones (best first)."""
         warm = [
-            name
-            for name in usable
-            if name == self._fallback or now_ns >= self._way(name).cool_until_ns
+            name for name in usable if name == FALLBACK or now_ns >= self._way(name).cool_until_ns
         ]
         if not warm:
             return []
@@ -140,7 +136,7 @@ class Edge:
             self._passed_over += 1
             if not self._passed_over % _TRY_AGAIN_PULLS:
                 best = warm[0]
-        return [best, *(name for name in warm if name == self._fallback != best)]
+        return [best, *(name for name in warm if name == FALLBACK != best)]
 
     def asks_int8(
         self, name: str, plain_bytes: int, int8_bytes: int, best_frame_bytes: int
@@ -180,7 +176,7 @@ class Edge:
     def failed(self, name: str, now_ns: int) -> None:
         """Suspend a transport after a failed pull."""
         way = self._way(name)
-        if name == self._fallback or now_ns < way.cool_until_ns:
+        if name == FALLBACK or now_ns < way.cool_until_ns:
             return  # pulls that fail together count once
         way.cool_until_ns = now_ns + way.cool_down_ns
         way.cool_down_ns = min(2 * way.cool_down_ns, MAX_COOL_DOWN_NS)

@@ -5,14 +5,12 @@ from collections.abc import Collection
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
 from kvtransfer import grpc_transport, shared_memory, shared_memory_server
+from kvtransfer.edge import FALLBACK
 from kvtransfer.pair import pulling, sending
 from kvtransfer.tcp import frames as tcp
 from kvtransfer.tcp.pulling import TcpTransport
 from kvtransfer.tcp.sending import TcpServer
 from kvtransfer.transport import ServingSide, Transport, TransportKind, TransportServer
-
-FALLBACK = "grpc"
-"""Reaches every peer, and is used whenever another transport fails."""
 
 CARRY_INT8 = (tcp.NAME, FALLBACK)
 """Transports whose frames may be in int8 (``kvtransfer/int8_chunks.py``)."""

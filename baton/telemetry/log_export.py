@@ -1,7 +1,5 @@
 """Export of audit lines as OpenTelemetry logs, by the standard ``OTEL_*`` variables."""
 
-import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from baton.telemetry.otlp import exporter_of, is_on, resource_of
@@ -16,8 +14,8 @@ class LogExport:
     ``OTEL_LOGS_EXPORTER=none`` switches it off.
     """
 
-    def __init__(self, component: str, environ: Mapping[str, str] = os.environ) -> None:
-        self._provider = _provider(component, environ)
+    def __init__(self, component: str) -> None:
+        self._provider = _provider(component) if is_on("LOGS") else None
 
     def emit(self, line: bytes) -> None:
         """Export a line."""
@@ -37,12 +35,10 @@ class LogExport:
             self._provider.shutdown()
 
 
-def _provider(component: str, environ: Mapping[str, str]) -> "LoggerProvider | None":
-    if not is_on("LOGS", environ):
-        return None
+def _provider(component: str) -> "LoggerProvider":
     from opentelemetry.sdk._logs import LoggerProvider
     from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 
-    provider = LoggerProvider(resource=resource_of(component, environ))
-    provider.add_log_record_processor(BatchLogRecordProcessor(exporter_of("LOGS", environ)))
+    provider = LoggerProvider(resource=resource_of(component))
+    provider.add_log_record_processor(BatchLogRecordProcessor(exporter_of("LOGS")))
     return provider

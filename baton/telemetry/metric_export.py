@@ -31,20 +31,18 @@ class MetricExport:
         self,
         metrics: Metrics,
         refresh: Callable[[], None] = lambda: None,
-        environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._metrics = metrics
         self._refresh = refresh
-        self._environ = environ
         self._began_ns = time.time_ns()
-        self.is_on = is_on("METRICS", environ)
+        self.is_on = is_on("METRICS")
 
     async def run(self) -> None:
         """Export at each interval, and a last time when cancelled."""
         if not self.is_on:
             return
-        interval_s = float(self._environ.get("OTEL_METRIC_EXPORT_INTERVAL") or _INTERVAL_MS) / 1000
-        exporter = exporter_of("METRICS", self._environ)
+        interval_s = float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL") or _INTERVAL_MS) / 1000
+        exporter = exporter_of("METRICS")
         try:
             while True:
                 await asyncio.sleep(interval_s)
@@ -68,7 +66,7 @@ class MetricExport:
         families = (f for f in self._metrics.families() if f.name.startswith(_OWN))
         metrics = [_converted(family, self._began_ns, time.time_ns()) for family in families]
         scope = ScopeMetrics(InstrumentationScope(f"baton.{component}"), metrics, "")
-        return MetricsData([ResourceMetrics(resource_of(component, self._environ), [scope], "")])
+        return MetricsData([ResourceMetrics(resource_of(component), [scope], "")])
 
 
 def _converted(family: Metric, began_ns: int, now_ns: int) -> Any:

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,21 +18,21 @@ _EXPORTERS: Mapping[Signal, tuple[str, str]] = {
 _LOG = logging.getLogger(__name__)
 
 
-def is_on(signal: Signal, environ: Mapping[str, str]) -> bool:
+def is_on(signal: Signal) -> bool:
     """Return whether a signal is exported: there is an endpoint, and the exporter is not off."""
     endpoints = (f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    if not any(environ.get(name) for name in endpoints):
+    if not any(os.environ.get(name) for name in endpoints):
         return False
-    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
-    chosen = environ.get(f"OTEL_{signal}_EXPORTER") or "otlp"
+    chosen = os.environ.get(f"OTEL_{signal}_EXPORTER") or "otlp"
     return "otlp" in (name.strip() for name in chosen.split(","))
 
 
-def exporter_of(signal: Signal, environ: Mapping[str, str]) -> Any:
-    """Return the SDK's exporter of a signal, which reads endpoint and headers from `os.environ`."""
+def exporter_of(signal: Signal) -> Any:
+    """Return the SDK's exporter of a signal, which reads endpoint and headers itself."""
     names = (f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-    protocol = next(filter(None, map(environ.get, names)), "http/protobuf")
+    protocol = next(filter(None, map(os.environ.get, names)), "http/protobuf")
     if protocol not in ("grpc", "http/protobuf"):
         _LOG.warning(
             "OTLP protocol %r is not supported (grpc, http/protobuf): using http", protocol
@@ -42,12 +43,11 @@ def exporter_of(signal: Signal, environ: Mapping[str, str]) -> Any:
     return getattr(importlib.import_module(f"{package}.{module}"), name)()
 
 
-def resource_of(component: str, environ: Mapping[str, str]) -> "Resource":
+def resource_of(component: str) -> "Resource":
     """Return the resource of a component, called ``baton-<component>`` unless it is named."""
     # Imported here: most processes have no endpoint, and the SDK costs 100 ms and 10 MB.
     from opentelemetry.sdk.resources import Resource
 
-    named = environ.get("OTEL_SERVICE_NAME") or "service.name=" in environ.get(
-        "OTEL_RESOURCE_ATTRIBUTES", ""
-    )
+    attributes = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in attributes
     return Resource.create({} if named else {"service.name": f"baton-{component}"})

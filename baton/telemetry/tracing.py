@@ -5,10 +5,8 @@ with tracing.tracer.start_as_current_span("prefill", context=extract(traceparent
     submit(traceparent=inject(span))
 """
 
-import os
 import re
 import threading
-from collections.abc import Mapping
 from socket import gethostname
 from typing import TYPE_CHECKING
 
@@ -42,7 +40,7 @@ class Tracing:
     def __init__(self, component: str, host: str = "", port: int = 0) -> None:
         address = gethostname() if host in _ANY_ADDRESS else host
         self.server: dict[str, str | int] = {SERVER_ADDRESS: address, SERVER_PORT: port}
-        self._pipeline = _pipeline(component, os.environ)
+        self._pipeline = _pipeline(component) if is_on("TRACES") else None
         self.tracer: trace.Tracer = (
             self._pipeline[0].get_tracer(f"baton.{component}")
             if self._pipeline
@@ -61,16 +59,12 @@ class Tracing:
         alarm.cancel()
 
 
-def _pipeline(
-    component: str, environ: Mapping[str, str]
-) -> "tuple[TracerProvider, SpanExporter] | None":
-    if not is_on("TRACES", environ):
-        return None
+def _pipeline(component: str) -> "tuple[TracerProvider, SpanExporter]":
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    provider = TracerProvider(resource=resource_of(component, environ))
-    exporter = exporter_of("TRACES", environ)
+    provider = TracerProvider(resource=resource_of(component))
+    exporter = exporter_of("TRACES")
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider, exporter
 

@@ -69,15 +69,13 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return digest[:-TAG_BYTES] + tag_in(parent)
 
 
-def block_hashes(
-    seed: bytes, tokens: Sequence[int], block_tokens: int = BLOCK_TOKENS
-) -> list[bytes]:
+def block_hashes(seed: bytes, tokens: Sequence[int]) -> list[bytes]:
     """Return the hashes of all full blocks of ``tokens``, in order."""
     packed = np.asarray(tokens, dtype="<u4").tobytes()
     hashes = []
     parent = seed
     tag = tag_in(seed)
-    step = 4 * block_tokens
+    step = 4 * BLOCK_TOKENS
     for begin in range(0, len(packed) - len(packed) % step, step):
         data = parent + packed[begin : begin + step]
         parent = blake2b(data, key=KEY, digest_size=HASH_BYTES).digest()[:-TAG_BYTES] + tag

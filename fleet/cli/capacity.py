@@ -9,7 +9,7 @@ from rich.table import Table
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from fleet.cli.capacity_options import CapacityOptions
-from fleet.cli.common import fail
+from fleet.cli.common import exits_on
 from loadtest.commands.option_groups import with_options
 
 if TYPE_CHECKING:
@@ -46,11 +46,9 @@ def capacity(
     from fleet.cli.memory_estimate import plan_capacity
 
     free = free_memory_bytes() if memory is None else int(memory * _GIB)
-    try:
+    with exits_on(ModelError):
         draft = None if options.draft is None else resolve_model(options.draft).config
         plan = plan_capacity(resolve_model(model).config, options, free, draft)
-    except ModelError as error:
-        fail(str(error))
     if as_json:
         typer.echo(json.dumps(plan.as_json(), indent=1))
         raise typer.Exit(0 if plan.fits else 1)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from baton.config.network import fleet_host_name
-from fleet.cli.common import fail, load_fleet_file
+from fleet.cli.common import exits_on, load_fleet_file
 
 _LINES = """\
 {folder}
@@ -68,7 +68,7 @@ def certs(
 
     folder = folder.resolve()
     hosts = host or []
-    try:
+    with exits_on(ValueError, OSError):
         if renew:
             authority.renew(folder, hosts, timedelta(days=days))
         else:
@@ -76,7 +76,5 @@ def certs(
             tls = config.pools.tls
             name = (tls.name if tls is not None else None) or fleet_host_name(config.fleet)
             authority.make(folder, name, hosts, timedelta(days=days))
-    except (ValueError, OSError) as error:
-        fail(str(error))
     until = authority.expires_on(folder / f"{authority.FLEET}.pem")
     typer.echo((_RENEWED if renew else _LINES).format(folder=folder, until=until))

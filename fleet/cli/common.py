@@ -1,7 +1,9 @@
 """Helpers of all commands: the fleet file, this machine's fleets, errors."""
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from http import HTTPStatus
 from pathlib import Path
@@ -51,10 +53,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def load_fleet_file(file: Path | None, port: int | None) -> tuple[Path, FleetConfig]:
     """Read the fleet file like `read_fleet_file`, and exit with its error if it is invalid."""
-    try:
+    with exits_on(ConfigError):
         return read_fleet_file(file, port)
-    except ConfigError as error:
-        fail(str(error))
 
 
 def read_fleet_file(file: Path | None, port: int | None) -> tuple[Path, FleetConfig]:
@@ -134,6 +134,15 @@ def bearer(key: str) -> dict[str, str]:
 def emulated_note(timing: str) -> str:
     """Return the notice that is shown wherever an emulated fleet appears."""
     return f"EMULATED: no model runs, responses are synthetic; step times follow {timing}"
+
+
+@contextlib.contextmanager
+def exits_on(*errors: type[Exception]) -> Iterator[None]:
+    """Print these errors of the block and exit."""
+    try:
+        yield
+    except errors as error:
+        fail(str(error))
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

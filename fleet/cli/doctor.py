@@ -19,6 +19,7 @@ from fleet.cli.common import (
     FileArgument,
     FleetOption,
     JsonOption,
+    exits_on,
     fail,
     load_fleet_file,
     running_fleet,
@@ -85,11 +86,9 @@ def doctor(
 
 
 def _show_edges(state: FleetState, *, as_json: bool) -> None:
-    try:
+    with exits_on(ConnectionError, ValueError):
         tls = FleetTls(state.tls) if state.tls is not None else None
         figures = asyncio.run(measure_edges(state.redis_url, state.fleet, state.fleet_token, tls))
-    except (ConnectionError, ValueError) as error:
-        fail(str(error))
     if as_json:
         typer.echo(json.dumps([asdict(figure) for figure in figures], indent=2))
         raise typer.Exit(0 if all(figure.bytes_per_s for figure in figures) else 1)
@@ -109,10 +108,8 @@ def _show_edges(state: FleetState, *, as_json: bool) -> None:
 
 def _show_cluster(config: FleetConfig, address: str, *, as_json: bool) -> None:
     call = ClusterCall(verb="examine", address=address, config_json=config.to_json())
-    try:
+    with exits_on(CapacityError):
         checkup = call_cluster(call, Path(os.devnull), _LIMIT_S).checkup
-    except CapacityError as error:
-        fail(str(error))
     if checkup is None:
         fail("the cluster did not respond")
     if as_json:

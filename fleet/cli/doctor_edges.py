@@ -26,7 +26,8 @@ from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_options import open_channel
 from baton.wire.tls import FleetTls
 from baton.wire.tokens import pack_tokens
-from kvtransfer.transports import FALLBACK, TRANSPORTS
+from kvtransfer.edge import FALLBACK
+from kvtransfer.transports import TRANSPORTS
 
 PROMPT_TOKENS = 512
 PROBE_S = 30.0

@@ -22,7 +22,7 @@ from rich.table import Column, Table
 from baton.config.clients import ApiKeyConfig
 from baton.config.secrets import SecretError, read_api_keys
 from baton.tenants.key_record import KeyRecord, issue, new_key
-from fleet.cli.common import JsonOption, fail
+from fleet.cli.common import JsonOption, exits_on, fail
 from fleet.cli.reach import HERE, FleetAddress, ask_router
 from loadtest.commands.option_groups import with_options
 
@@ -177,10 +177,8 @@ def import_(
 
     Clients keep their keys. A key that was imported before is left as it is.
     """
-    try:
+    with exits_on(SecretError):
         lines = read_api_keys(str(file))
-    except SecretError as error:
-        fail(str(error))
     records = [_sent(issue(key, _dumped(rights)), None) for key, rights in lines.items()]
     place = at.reach()
     added = 0

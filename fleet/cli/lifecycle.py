@@ -23,6 +23,7 @@ from baton.registry.redis_store import RegistryUnavailableError
 from fleet.cli.common import (
     FileArgument,
     emulated_note,
+    exits_on,
     fail,
     load_fleet_file,
     read_fleet_file,
@@ -150,10 +151,8 @@ def up(
 
 def _called(verb: Literal["plan", "clean"], config: FleetConfig, address: str) -> ClusterReply:
     call = ClusterCall(verb=verb, address=address, config_json=config.to_json())
-    try:
+    with exits_on(CapacityError):
         return call_cluster(call, Path(os.devnull))
-    except CapacityError as error:
-        fail(str(error))
 
 
 def _show_plan(config: FleetConfig, address: str) -> None:

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 
 from baton.config.golden_file import GoldenFileError, read_golden
 from baton.types.lanes import split_version
-from fleet.cli.common import JsonOption, fail
+from fleet.cli.common import JsonOption, exits_on, fail
 from fleet.cli.models_add import add
 from fleet.cli.models_check import check
 from fleet.cli.reach import HERE, FleetAddress, ask_router
@@ -161,10 +161,8 @@ def gate(
     """
     body: dict[str, Any] = {"verb": "gate", "name": model}
     if golden is not None:
-        try:
+        with exits_on(GoldenFileError):
             prompts = read_golden(golden)
-        except GoldenFileError as error:
-            fail(str(error))
         body["golden"] = msgspec.to_builtins(prompts)
     outcome = ask_router(at.reach(), "POST", _PATH, body, _GATE_S)["golden"]
     if outcome is None:

@@ -11,7 +11,7 @@ import typer
 
 from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.config.secrets import SecretError
-from fleet.cli.common import FileArgument, fail, load_fleet_file
+from fleet.cli.common import FileArgument, exits_on, fail, load_fleet_file
 from fleet.local import state as fleet_state
 from fleet.local.checks.preflight import PortTakenError
 from fleet.local.fleet_token import FILE_VARIABLE, TOKEN_VARIABLE, given_token
@@ -43,10 +43,8 @@ def router(
         fail(f"{path}: redis = embedded serves one machine only: set `redis:` to a server's URL")
     if host is not None and (problem := config.clients.plain_text_problem(host)):
         fail(f"--host {host}: {problem}")
-    try:
+    with exits_on(SecretError):
         token = given_token(config)
-    except SecretError as error:
-        fail(str(error))
     if token is None:
         fail(
             "no fleet token: workers would reject this router's requests. Set "
@@ -71,10 +69,8 @@ def _keep_several(path: Path, config: FleetConfig, environment: Mapping[str, str
     """Run routers until a signal ends this process. SIGUSR2 replaces them one by one."""
     signals = StopSignal()
     logs = fleet_state.log_folder(config, config.fleet)
-    try:
+    with exits_on(PortTakenError):
         routers = RouterProcesses(config.host, config.port, config.pools.router_count)
-    except PortTakenError as error:
-        fail(str(error))
     with tempfile.TemporaryDirectory(prefix="bt-") as folder:
         signals.install()
         signals.starting_done()

@@ -20,7 +20,7 @@ from baton.folders import replace_file
 from baton.types.errors import UnavailableError
 from fleet.attached.sources import entry_of
 from fleet.cli import lifecycle
-from fleet.cli.common import fail, note
+from fleet.cli.common import exits_on, fail, note
 from fleet.cli.vllm_flags import FlagError, keys_of, reference, text_of, whole
 from fleet.local import state as fleet_state
 
@@ -65,7 +65,7 @@ def serve(
     `baton serve --attach http://gpu-1:8000 --attach http://gpu-2:8000`.
     """
     words = model_and_flags or []
-    try:
+    with exits_on(FlagError):
         model, keys, args = keys_of(words, by_vllm=vllm is not None)
         if attach:
             config = of_servers(attach, model, key_file) | keys
@@ -75,8 +75,6 @@ def serve(
             python = str(vllm.absolute()) if vllm is not None else None
             config = {"fleet": "serve", "model": model, **whole(keys, python, args)}
         text = text_of(config)
-    except FlagError as error:
-        fail(str(error))
     if dry_run:
         typer.echo(text, nl=False)
         return
@@ -93,12 +91,11 @@ def of_servers(attach: list[str], model: str | None, key_file: Path | None) -> d
     key = str(key_file.absolute()) if key_file is not None else None
     try:
         servers = {AttachedServer(url=url, key_file=key): None for url in attach}
-        entries = map(entry_of, servers)
-        card = asyncio.run(_card([HttpOrigin.of_url(one.url, one.key) for one in entries]))
     except ValidationError as error:
         fail(f"--attach: {problem_of(error.errors()[0])}, such as http://gpu-1:8000")
-    except (ValueError, SecretError, UnfitServerError) as error:
-        fail(str(error))
+    with exits_on(ValueError, SecretError, UnfitServerError):
+        entries = map(entry_of, servers)
+        card = asyncio.run(_card([HttpOrigin.of_url(one.url, one.key) for one in entries]))
     if model is None and not Path(card.root or "").is_dir():
         fail(
             f"the servers have loaded {card.root or card.id}, which is no folder here: give the "

@@ -15,7 +15,6 @@ from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED, run, write_folder
 from loadtest.comparison import compare as rows_of
 from loadtest.comparison import unlike
-from loadtest.reasons import file_reason
 from loadtest.results.files import Results, ResultsError, read_results
 from loadtest.results.tables import comparison_table
 from loadtest.workloads.plan import Plan
@@ -115,14 +114,10 @@ def _compare_files(files: list[Path], *, as_json: bool) -> None:
 
 
 def _plan(recording: _Recording, arrivals: _Arrivals, trace: Path | None, seed: int) -> Plan:
-    try:
+    with o.refusals():
         if trace is not None:
             return recording.plan(trace, seed)
         return open_loop_plan(arrivals, name="poisson", seed=seed)
-    except OSError as error:
-        o.fail(file_reason(error))
-    except ValueError as error:
-        o.fail(str(error))
 
 
 def _names(runs: _Runs) -> tuple[str, str]:

@@ -1,9 +1,10 @@
 """Options that the commands of ``baton loadtest`` share."""
 
+import contextlib
 import functools
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, NoReturn
@@ -16,6 +17,7 @@ from rich.markup import escape
 from loadtest.client.records import ServerOptions
 from loadtest.client.server import Server, ServerError
 from loadtest.metrics.summary import parse_slo
+from loadtest.reasons import file_reason
 from loadtest.results.files import ResultsError, check_unused
 from loadtest.run import RunOptions
 
@@ -190,6 +192,17 @@ def check_out(folder: Path) -> None:
     try:
         check_unused(folder)
     except ResultsError as error:
+        fail(str(error))
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Print why a load cannot be planned: a file, or an option's value; and exit."""
+    try:
+        yield
+    except OSError as error:
+        fail(file_reason(error))
+    except ValueError as error:
         fail(str(error))
 
 

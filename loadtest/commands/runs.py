@@ -13,13 +13,11 @@ from loadtest.commands.loads import AgentSessions, AgentTrace, Recording
 from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED, run, run_and_show, show_and_write
 from loadtest.metrics.turns import turn_figures
-from loadtest.reasons import file_reason
 from loadtest.results.files import write_results
 from loadtest.workloads.agent_traces import agent_calls
 from loadtest.workloads.agents import alone as alone_plan
 from loadtest.workloads.agentx import write_agentx
 from loadtest.workloads.synthetic import OpenLoop, Sessions, open_loop_plan, session_plan
-from loadtest.workloads.traces import TraceError
 
 
 def convert(
@@ -27,12 +25,8 @@ def convert(
     folder: Annotated[Path, typer.Argument(help="New folder, with a JSON file per session.")],
 ) -> None:
     """Write a trace of agents, such as a fleet's own spans, in aiperf's format (weka_trace)."""
-    try:
+    with o.refusals():
         write_agentx(agent_calls(trace), folder)
-    except OSError as error:
-        o.fail(file_reason(error))
-    except TraceError as error:
-        o.fail(str(error))
 
 
 @with_options("tenant_keys")
@@ -50,12 +44,8 @@ def replay(
 
     Recorded requests are JSON lines such as {"timestamp": MS, "body": {"messages": …}}.
     """
-    try:
+    with o.refusals():
         plan = recording.plan(trace, repetition.seed)
-    except OSError as error:
-        o.fail(file_reason(error))
-    except ValueError as error:
-        o.fail(str(error))
     run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=repetition.resume)
 
 
@@ -71,11 +61,9 @@ def poisson(
 
     Shared prefixes, a hot tenant, long prompts and disconnecting clients can be added.
     """
-    try:
-        name = "poisson" if arrivals.cv == 1 else "gamma"
+    name = "poisson" if arrivals.cv == 1 else "gamma"
+    with o.refusals():
         plan = open_loop_plan(arrivals, name=name, seed=repetition.seed)
-    except ValueError as error:
-        o.fail(str(error))
     run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=repetition.resume)
 
 
@@ -84,10 +72,8 @@ def sessions(
     ctx: typer.Context, out: o.Out, users: Sessions, choices: o.Choices, repetition: o.Repetition
 ) -> None:
     """Simulate users who read each response, think, and ask again (closed loop)."""
-    try:
+    with o.refusals():
         plan = session_plan(users, name="sessions", seed=repetition.seed)
-    except ValueError as error:
-        o.fail(str(error))
     run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=repetition.resume)
 
 
@@ -115,16 +101,12 @@ def agents(
     those that it waited for have ended, and sends made text of the recorded length.
     """
     trace = recorded.trace
-    try:
-        if trace is not None and (choices.alone or load != AgentSessions()):
-            raise ValueError("--trace has its own sessions: remove the options of made ones")
+    if trace is not None and (choices.alone or load != AgentSessions()):
+        o.fail("--trace has its own sessions: remove the options of made ones")
+    with o.refusals():
         plan = (
             load.plan(repetition.seed) if trace is None else recorded.plan(trace, repetition.seed)
         )
-    except OSError as error:
-        o.fail(file_reason(error))
-    except ValueError as error:
-        o.fail(str(error))
     if trace is not None:
         choices = replace(choices, ignore_eos=True)
     settings = o.run_options(choices, ctx.obj, tools=trace is None)

@@ -46,12 +46,10 @@ def search(
 
     For publishable figures use `--requests 2000` and three seeds; the default is a first look.
     """
-    try:
+    with o.refusals():
         rates = RateSearch(arrivals.rate, precision=measured.precision)
         parse_lengths(arrivals.prompt_tokens)
         parse_lengths(arrivals.answer_tokens)
-    except ValueError as error:
-        o.fail(str(error))
     o.check_out(out)
     run_options = o.run_options(choices, ctx.obj)
     runs: list[Results] = []

@@ -12,8 +12,9 @@ import pytest
 
 from kvtransfer import sender
 from kvtransfer.chunk import ChunkError, GoneError
+from kvtransfer.edge import FALLBACK
 from kvtransfer.transport import TransportError
-from kvtransfer.transports import FALLBACK, TRANSPORTS
+from kvtransfer.transports import TRANSPORTS
 from tests.kvtransfer.damaged_frames import KINDS
 from tests.kvtransfer.edge_ends import (
     BLOCKS,

@@ -41,10 +41,10 @@ async def exported(
     metrics: Metrics, collector: tuple[str, list[ExportMetricsServiceRequest]]
 ) -> dict[str, Metric]:
     url, received = collector
-    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": url, "OTEL_METRIC_EXPORT_INTERVAL": "50"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)  # the exporter reads it by itself
-        task = asyncio.create_task(MetricExport(metrics, environ=environ).run())
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        patch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
+        task = asyncio.create_task(MetricExport(metrics).run())
         async with asyncio.timeout(10):
             while not received:
                 await asyncio.sleep(0.01)
@@ -135,5 +135,9 @@ async def test_data_are_made_in_a_thread_from_gauges_of_the_event_loop(
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c", "OTEL_SDK_DISABLED": "true"}, False),
     ],
 )
-def test_the_standard_variables_decide(environ: dict[str, str], is_on: bool) -> None:
-    assert MetricExport(Metrics("router"), environ=environ).is_on == is_on
+def test_the_standard_variables_decide(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], is_on: bool
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert MetricExport(Metrics("router")).is_on == is_on
