@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import hashlib
 import os
 import resource
 import time
@@ -51,15 +52,27 @@ class ByFile(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
-    """The scheduler, whatever ``--dist`` says; files in the order of their names."""
+    """The scheduler, whatever ``--dist`` says; files in the order of the collected tests."""
     config.option.loadscopereorder = False
     return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: _turn_of(item.nodeid.partition("::")[0]))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
+
+
+@functools.cache
+def _turn_of(file: str) -> tuple[bool, bytes]:
+    """Return the place of a file in the order of a run: what stays together, then all mixed.
+
+    Some folders compute (tests/engine), others wait (tests/workers). Side by side they use the
+    CPUs; one after the other they compete for them, then leave them idle.
+    """
+    return not file.startswith(TOGETHER), hashlib.blake2b(file.encode(), digest_size=8).digest()
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""Two fleets for all tests that leave their workers alive."""
+"""Two fleets for all tests that leave their workers alive; they end with the last of them."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,7 +16,7 @@ PAIR_BLOCKS = 160
 Pages = dict[str, dict[str, Metric]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared(tmp_path_factory):
     with fleet(tmp_path_factory.mktemp("f"), "prefill-0", "prefill-1", "decode-0") as running:
         yield running
@@ -35,7 +35,7 @@ class Pair(NamedTuple):
     pages: Pages
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     port = free_port()
     also = f"clients: {{monitoring: {{port: {port}}}}}\n"

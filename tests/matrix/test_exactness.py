@@ -78,7 +78,8 @@ def test_every_pair_of_other_families(tmp_path: Path, family: str) -> None:
     competitor = [5 + (i * i) % 200 for i in range(COMPETITOR_TOKENS)]
     rig = Rig(str(model), adapter, GRAMMAR, prompt, competitor)
     for case in every_pair():
-        check(rig, replace(case, ranks=min(case.ranks, 2)))
+        ranks = min(case.ranks, 2) if case.kv == "bf16" else 1  # the tiny model shows the rest
+        check(rig, replace(case, ranks=ranks))
     rig.close()
 
 

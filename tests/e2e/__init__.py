@@ -1,0 +1,1 @@
+"""Tests of whole fleets: a package, so that its fleets end with its last test."""
