@@ -2,13 +2,12 @@
 
 import ctypes
 import functools
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from baton.engine.compiled import Functions, compiled, declared
+from baton.engine.compiled import Functions, loaded
 from baton.types.block_hashes import HASH_BYTES, KEY, block_hashes
 from baton.types.geometry import BLOCK_TOKENS
 
@@ -27,14 +26,8 @@ _FUNCTIONS: Functions = {
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """Return the library; None if ``BATON_NATIVE`` is 0, or if it cannot be compiled."""
-    if os.environ.get("BATON_NATIVE") == "0":
-        return None
-    try:
-        path = compiled("names", Path(__file__).parent, ("block_names.cpp",), _FLAGS)
-        return None if path is None else declared(ctypes.CDLL(str(path)), _FUNCTIONS)
-    except OSError:
-        return None
+    """Return the library, or None where it is unavailable."""
+    return loaded("names", Path(__file__).parent, ("block_names.cpp",), _FLAGS, _FUNCTIONS)
 
 
 def packed_names(seed: bytes, packed: bytes) -> bytes:

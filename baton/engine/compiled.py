@@ -54,6 +54,24 @@ def declared(library: ctypes.CDLL, functions: Functions) -> ctypes.CDLL:
     return library
 
 
+def loaded(
+    name: str,
+    folder: Path,
+    sources: Sequence[str],
+    flags: Sequence[str],
+    functions: Functions,
+    made_for: str = "",
+) -> ctypes.CDLL | None:
+    """Return a library, compiled first if need be; None without it, or if ``BATON_NATIVE=0``."""
+    if os.environ.get("BATON_NATIVE") == "0":
+        return None
+    try:
+        path = compiled(name, folder, sources, flags, made_for)
+        return None if path is None else declared(ctypes.CDLL(str(path)), functions)
+    except OSError:
+        return None
+
+
 def compiled(
     name: str, folder: Path, sources: Sequence[str], flags: Sequence[str], made_for: str = ""
 ) -> Path | None:

@@ -8,13 +8,12 @@ no compiler, Python does everything.
 
 import ctypes
 import functools
-import os
 from importlib import import_module
 from pathlib import Path
 
 import xxhash
 
-from baton.engine.compiled import Functions, compiled, cpu_flags, declared
+from baton.engine.compiled import Functions, cpu_flags, loaded
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-w")
 _SOURCES = ("kv.h", "frames.cpp", "lent.cpp")
@@ -44,18 +43,10 @@ HASH_FUNCTIONS = (
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """Return the library with its digests, or None where it is unavailable."""
-    if os.environ.get("BATON_NATIVE") == "0":
-        return None
     functions = hash_functions()
-    if functions is None:
-        return None
-    try:
-        cpu = " ".join(sorted(cpu_flags()))
-        path = compiled("kv", Path(__file__).parent, _SOURCES, _FLAGS, made_for=cpu)
-        if path is None:
-            return None
-        library = declared(ctypes.CDLL(str(path)), _FUNCTIONS)
-    except OSError:
+    cpu = " ".join(sorted(cpu_flags()))
+    library = loaded("kv", Path(__file__).parent, _SOURCES, _FLAGS, _FUNCTIONS, cpu)
+    if functions is None or library is None:
         return None
     library.baton_kv_hash(functions)
     return library

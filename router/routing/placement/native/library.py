@@ -2,10 +2,9 @@
 
 import ctypes
 import functools
-import os
 from pathlib import Path
 
-from baton.engine.compiled import Functions, compiled, declared
+from baton.engine.compiled import Functions, loaded
 
 # No contraction: prices must have the same bits as in Python.
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w", "-ffp-contract=off")
@@ -47,12 +46,4 @@ _FUNCTIONS: Functions = {
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """Return the library; None if it is disabled or cannot be compiled."""
-    if os.environ.get("BATON_NATIVE") == "0":
-        return None
-    try:
-        path = compiled("placement", Path(__file__).parent, _SOURCES, _FLAGS)
-        if path is None:
-            return None
-        return declared(ctypes.CDLL(str(path)), _FUNCTIONS)
-    except OSError:
-        return None
+    return loaded("placement", Path(__file__).parent, _SOURCES, _FLAGS, _FUNCTIONS)
