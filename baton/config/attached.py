@@ -13,7 +13,7 @@ EventsEndpoint = Annotated[str, StringConstraints(pattern=r"^(tcp|ipc)://\S+$")]
 _Url = Annotated[
     str,
     StringConstraints(pattern=r"^https?://[^/?#\s@]+(/[^?#\s]*)?$"),
-    AfterValidator(lambda url: re.sub(r"(/+v1)?/*$", "", url)),  # clients are given it with /v1
+    AfterValidator(lambda url: re.sub(r"(?<=[^/:])(/+v1)?/*$", "", url)),  # as clients have it
 ]
 
 

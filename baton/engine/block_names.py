@@ -1,4 +1,4 @@
-"""Hashes of the blocks of long prompts, in C++: a third of a microsecond each, Python takes two."""
+"""Hashes of the blocks of prompts, in C++: a third of a microsecond each, Python takes two."""
 
 import ctypes
 import functools

@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Any
 
 VALUES_PER_SAMPLE = 512
-_MOST_DRAWS = 16  # for equal durations
 MAX_EDGES = 256  # pairs of workers in one sample
 _NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
@@ -58,19 +57,17 @@ class _Durations:
     """Bounded random sample of durations."""
 
     def __init__(self) -> None:
-        self._seen = 0.0
+        self._seen = 0
         self._kept: list[float] = []
         self._random = random.Random(0)
 
-    def add(self, seconds: float, times: int = 1) -> None:
-        weight = max(times / _MOST_DRAWS, 1.0)  # of a draw, where most of a frame's gaps are equal
-        for _ in range(min(times, _MOST_DRAWS)):
-            self._seen += weight
-            if len(self._kept) < VALUES_PER_SAMPLE:
-                self._kept.append(seconds)
-            # `randrange` takes four times as long, and this runs for every token.
-            elif (place := int(self._random.random() * self._seen / weight)) < VALUES_PER_SAMPLE:
-                self._kept[place] = seconds
+    def add(self, seconds: float) -> None:
+        self._seen += 1
+        if len(self._kept) < VALUES_PER_SAMPLE:
+            self._kept.append(seconds)
+        # `randrange` takes four times as long, and this runs for every token.
+        elif (place := int(self._random.random() * self._seen)) < VALUES_PER_SAMPLE:
+            self._kept[place] = seconds
 
     def percentiles(self) -> tuple[float | None, float | None]:
         ordered = sorted(self._kept)
@@ -117,7 +114,8 @@ class LiveSeries:
         """Record ``count`` tokens, ``gap_s`` apart; 0 for the first tokens of a response."""
         self._open.generated_tokens += count
         if gap_s > 0:
-            self._open.itl.add(gap_s, count)
+            for _ in range(count):
+                self._open.itl.add(gap_s)
 
     def handed_over(self, prefill: str, decode: str) -> None:
         """Record a response that began on this pair of workers."""

@@ -17,6 +17,7 @@ from functools import partial
 import msgspec
 
 from baton.config.fleet_file import FleetConfig
+from baton.engine import block_names
 from baton.engine.llama_server.attached import LlamaServers
 from baton.engine.parent import die_with_parent
 from baton.engine.remote.attached import ServerKind
@@ -254,6 +255,7 @@ def main() -> None:
     settings = msgspec.json.decode(_first_line(), type=AttachedSettings)
     config = FleetConfig.model_validate_json(settings.spec.config_json)
     set_up_logs(config.logs.format, fields={"fleet": config.fleet})
+    block_names.load()  # it may have to be compiled
     exit_process(asyncio.run(serve(settings)))
 
 

@@ -3,10 +3,10 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from pydantic import ValidationError
 
@@ -123,14 +123,17 @@ def _written(fleet: str, text: str) -> Path:
 
 
 async def _card(origins: Sequence[HttpOrigin]) -> ModelCard:
-    """Return the model of the first server that responds."""
+    """Return the model of the servers as soon as one responds, with their longest context."""
     told_s = 0.0
-    for origin in cycle(origins):
-        try:
-            return await read_card(origin)
-        except UnavailableError as error:
-            if time.monotonic() - told_s > _TELL_EVERY_S:
-                told_s = time.monotonic()
-                note(f"waiting for a server: {error.message}")
-        await asyncio.sleep(_RETRY_S / len(origins))
-    raise UnavailableError("there is no server")
+    while True:
+        answers = await asyncio.gather(*map(read_card, origins), return_exceptions=True)
+        if cards := [card for card in answers if isinstance(card, ModelCard)]:
+            longest = max(card.max_model_len or 0 for card in cards)
+            return msgspec.structs.replace(cards[0], max_model_len=longest or None)
+        for error in answers:
+            if isinstance(error, Exception) and not isinstance(error, UnavailableError):
+                raise error
+        if time.monotonic() - told_s > _TELL_EVERY_S:
+            told_s = time.monotonic()
+            note(f"waiting for a server: {answers[0]}")
+        await asyncio.sleep(_RETRY_S)

@@ -108,7 +108,7 @@ class KvEventsClient:
         for payload in payloads:
             try:
                 change = self.cached.apply(payload)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, ArithmeticError, LookupError, ValueError) as error:
                 raise InternalError(f"vLLM sent KV events of an unknown format: {error}") from None
             if change != CacheChanged((), ()):
                 self.on_change(change)

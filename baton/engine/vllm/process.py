@@ -25,6 +25,7 @@ from pathlib import Path
 
 import msgspec
 
+from baton.engine import block_names
 from baton.engine.process import messages
 from baton.engine.settings import EngineSettings, ExternalEngine
 from baton.engine.vllm import server
@@ -115,6 +116,7 @@ class VllmProcess:
                 log(warning)
                 events = partial(event_prefixes, self._folder, facts)
                 await check_untested(origin, facts, events, self._folder, config.vocab_size)
+            await asyncio.to_thread(block_names.load)  # compiled before the shell needs it
             self._send(
                 messages.Ready(
                     pid=vllm.pid,

@@ -178,9 +178,29 @@ class Placer:
         among = request.among
         if request.pinned is not None:
             among = frozenset(filter(None, (request.pinned.prefill, request.pinned.decode)))
-        if among is None:
-            return usable
-        return [slot for slot in usable if slot.worker_id in among]
+        if among is not None:
+            usable = [slot for slot in usable if slot.worker_id in among]
+        return self._with_room(request, usable) if self._settings.attached else usable
+
+    def _with_room(self, request: GenerationRequest, slots: list[WorkerSlot]) -> list[WorkerSlot]:
+        """Return the servers whose context has room for a prompt and its usual response.
+
+        If there is none, those with room for the prompt. If no server at all has that, all: one of
+        them tells the client.
+        """
+        length = len(request.prompt)
+        for tokens in (length + self._expected_tokens(request), length + 1):
+            if rooms := [slot for slot in slots if _context_tokens(slot) >= tokens]:
+                return rooms
+        fits = any(_context_tokens(slot) > length for slot in self._workers.usable)
+        return [] if fits else slots
+
+    def _rooms(self, request: GenerationRequest, avoid: bytes) -> frozenset[str] | None:
+        """Return the attached servers that may serve a request; None: all workers."""
+        if not self._settings.attached:
+            return None
+        rooms = frozenset(slot.worker_id for slot in self.eligible(request, avoid))
+        return rooms if len(rooms) < len(self._workers.usable) else None
 
     def could_place(self, request: GenerationRequest, avoid: bytes) -> bool:
         """Return whether workers other than the incarnation ``avoid`` can serve the request now."""
@@ -216,7 +236,7 @@ class Placer:
         Raises:
             UnavailableError: No ready worker can serve the request in its mode.
         """
-        request = self._where_it_fits(self._on_one_engine(request))
+        request = self._on_one_engine(request)
         now_ns = self.clock_ns()
         rates = self._shortlist.update(self._workers, now_ns, self._news)
         usable = self._shortlist.usable
@@ -237,6 +257,10 @@ class Placer:
         prompt = PromptToPlace(request, reusable, held, sources, avoid, session)
         may_spread = session.continues if session.is_cached else may_spread
         choice = self._cheapest_of_all(prompt, rates, now_ns, may_spread=may_spread)
+        rooms = self._rooms(request, avoid)
+        if rooms is not None and not (choice and rooms.issuperset(_workers_of(choice[0]))):
+            prompt = prompt._replace(request=replace(request, among=rooms))
+            choice = None
         if choice is None:
             choice = self._cheapest_of_few(prompt, rates, now_ns)
         chosen, compared = choice
@@ -261,16 +285,6 @@ class Placer:
         if request.mode != "auto" or not (self._settings.external and must):
             return request
         return replace(request, mode="colocated")
-
-    def _where_it_fits(self, request: GenerationRequest) -> GenerationRequest:
-        """Limit a prompt to the attached servers whose context has room for it, if some do not."""
-        usable = self._workers.usable if self._settings.attached else ()
-        links = {slot.worker_id: slot.link for slot in usable if slot.link is not None}
-        length = len(request.prompt)
-        fits = {one for one, it in links.items() if it.capabilities.max_context_tokens > length}
-        if len(fits) in (0, len(links)):
-            return request
-        return replace(request, among=frozenset(fits).intersection(request.among or fits))
 
     def _book_quote(self, request: GenerationRequest, quote: Quote) -> None:
         chosen = quote.placement.chosen
@@ -442,3 +456,11 @@ def _place_wait_s(decodes: WorkerLoad, places: int, answer_tokens: float) -> flo
 
 def _unmet(request: GenerationRequest) -> UnavailableError:
     return UnavailableError(f"x-baton-mode is {request.mode}, which the ready workers cannot serve")
+
+
+def _context_tokens(slot: WorkerSlot) -> int:
+    return slot.link.capabilities.max_context_tokens if slot.link is not None else 0
+
+
+def _workers_of(chosen: Candidate) -> set[str]:
+    return {chosen.computes.worker_id, chosen.decode.worker_id}

@@ -252,7 +252,7 @@ class Shortlist:
             return None
         self._write_bookings(pricing, book)
         cached = {
-            index: self._kept(index, blocks)
+            index: blocks if asked.sources else self._kept(index, blocks, self._queued(index))
             for incarnation, blocks in held.items()
             if (index := workers.index_of_incarnation.get(incarnation)) is not None
         }
@@ -275,14 +275,18 @@ class Shortlist:
         booked = {index: load for index in compared if (load := all_booked.get(index)) is not None}
         return PricedPlacements(pairs, costs_s, compared, booked, cached, tiers)
 
-    def _kept(self, index: int, blocks: int) -> int:
-        """Return how many of a prompt's cached blocks are there after the prompts that wait.
+    def _queued(self, index: int) -> float:
+        booked = self._booked.get(index, _NOTHING)
+        return self._workers.reported[index].report.queued_tokens + booked.tokens
+
+    def _kept(self, index: int, blocks: int, queued: float) -> int:
+        """Return how many of a prompt's cached blocks are there after ``queued`` tokens.
 
         Other engines evict what waiting prompts need, the oldest blocks first: little by a short
         queue, and all by one that fills a third of the pool, as the next turns need older blocks.
+        Blocks that others can pull keep their price as sources.
         """
         report = self._workers.reported[index].report
-        queued = report.queued_tokens + self._booked.get(index, _NOTHING).tokens
         if queued <= 0 or not report.evicts_of_queue:
             return blocks
         displaced = queued / report.block_tokens - report.status.kv_blocks.free
@@ -330,7 +334,8 @@ class Shortlist:
         cached = np.zeros(len(queued))
         for incarnation, blocks in prompt.held.items():
             if (index := workers.index_of_incarnation.get(incarnation)) is not None:
-                cached[index] = self._kept(index, blocks)
+                kept_blocks = self._kept(index, blocks, float(queued[index]))
+                cached[index] = blocks if prompt.sources else kept_blocks
         jitter_s = self._draw.random(len(queued)) * _JITTER_S
         block_s = columns["block_tokens"] * columns["token_s"] * (1 + answering)
         own_s = (prompt_blocks - cached) * block_s

@@ -185,8 +185,8 @@ class Observer:
         gap_s = (now_ns - before_ns) / 1e9 / fresh
         self._frame_gaps[gap_s] = self._frame_gaps.get(gap_s, 0) + fresh
         active.gaps.add(gap_s, fresh, record.completion_tokens - fresh, now_ns)
-        if fresh == 1 and active.prefill_id is not None:
-            active.gaps_s.append(gap_s)
+        if active.prefill_id is not None and (fresh == 1 or not active.gaps_s):
+            active.gaps_s.append(gap_s * fresh)  # the first has what the hand-off takes
 
     def first_content(self, active: ActiveRequest, now_ns: int) -> None:
         """Record the time to the first content of a stream, or to the first token of a whole."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -91,7 +92,15 @@ async def test_a_replay_that_stops_is_requested_again(
     assert second[-1] == replay[1][-1]
 
 
-@pytest.mark.parametrize("damaged", [b"", b"\x93\xcb", b"[]"])
+def stored(*tokens: int) -> bytes:
+    event = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None}
+    return msgspec.msgpack.encode([0.0, [{**event, "token_ids": tokens, "block_size": 16}], 0])
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b"", b"\x93\xcb", b"[]", stored(*range(15)), stored(*[-1] * 16), stored(*[1 << 40] * 16)],
+)
 async def test_events_of_an_unknown_format_end_the_worker(
     publisher: Publisher, damaged: bytes
 ) -> None:

@@ -67,6 +67,7 @@ async def test_a_changed_file_is_read_again_and_a_wrong_one_is_not_used(tmp_path
         ("servers: [gpu-1]\n", r"servers\[0\].*url"),
         (f"servers: [{URL}, {URL}]\n", "contains http://gpu-1:8000 twice"),
         (f"servers: [{URL}, {URL}/v1/]\n", "contains http://gpu-1:8000 twice"),
+        ("servers: [http://v1, http://v1/v1]\n", "contains http://v1 twice"),
         ("hosts: []\n", "only the key `servers`"),
         ("servers: [\n", "not valid YAML"),
     ],

@@ -99,15 +99,16 @@ def test_a_prompt_goes_to_attached_servers_whose_context_has_room_for_it() -> No
     placer = Placer(settings, workers, PrefixIndex(), hashes_of=lambda *_: [])
     placed = {
         length: {
-            one.decode.worker_id
-            for one in placer.quote(asked(length), may_spread=False).placement.candidates
+            placer.quote(asked(length), may_spread=False).placement.chosen.decode.worker_id
+            for _ in range(40)
         }
-        for length in (1000, 1500, 2048, 3000)
+        for length in (900, 1000, 2000, 2048, 3000)
     }
-    names = {slot.worker_id for slot in workers}
-    assert placed == {
-        1000: names,
-        1500: names - {"decode-0"},
-        2048: {"decode-2"},
-        3000: names,  # a server refuses it
-    }
+    assert placed[900] <= {"decode-0", "decode-1", "decode-2"}
+    assert placed[1000] <= {"decode-1", "decode-2"}, "64 tokens of a response have room, too"
+    assert placed[2000] <= {"decode-1", "decode-2"}, "no server has room for all of it"
+    assert placed[2048] == {"decode-2"}
+    assert placed[3000], "a server refuses it"
+    largest = workers[2].incarnation
+    assert placer.could_place(asked(2000), largest)
+    assert not placer.could_place(asked(2048), largest), "the others would refuse it"

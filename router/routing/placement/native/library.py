@@ -4,6 +4,7 @@ import ctypes
 import functools
 from pathlib import Path
 
+from baton.engine import block_names
 from baton.engine.compiled import Functions, loaded
 
 # No contraction: prices must have the same bits as in Python.
@@ -46,4 +47,5 @@ _FUNCTIONS: Functions = {
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """Return the library; None if it is disabled or cannot be compiled."""
+    block_names.load()  # compiled at the start as well
     return loaded("placement", Path(__file__).parent, _SOURCES, _FLAGS, _FUNCTIONS)
