@@ -19,6 +19,7 @@ from router.routing.placement.block_table import Hashes, packed
 from router.routing.placement.booked_load import Booking, LoadBook
 from router.routing.placement.computing_prompts import LEAST_S, ComputingPrompts, is_soon_there
 from router.routing.placement.congestion import Crowding
+from router.routing.placement.context_room import is_among, with_room
 from router.routing.placement.cost import (
     PAIRED_OF_A_ROLE,
     Candidate,
@@ -180,27 +181,10 @@ class Placer:
             among = frozenset(filter(None, (request.pinned.prefill, request.pinned.decode)))
         if among is not None:
             usable = [slot for slot in usable if slot.worker_id in among]
-        return self._with_room(request, usable) if self._settings.attached else usable
-
-    def _with_room(self, request: GenerationRequest, slots: list[WorkerSlot]) -> list[WorkerSlot]:
-        """Return the servers whose context has room for a prompt and its usual response.
-
-        If there is none, those with room for the prompt. If no server at all has that, all: one of
-        them tells the client.
-        """
-        length = len(request.prompt)
-        for tokens in (length + self._expected_tokens(request), length + 1):
-            if rooms := [slot for slot in slots if _context_tokens(slot) >= tokens]:
-                return rooms
-        fits = any(_context_tokens(slot) > length for slot in self._workers.usable)
-        return [] if fits else slots
-
-    def _rooms(self, request: GenerationRequest, avoid: bytes) -> frozenset[str] | None:
-        """Return the attached servers that may serve a request; None: all workers."""
-        if not self._settings.attached:
-            return None
-        rooms = frozenset(slot.worker_id for slot in self.eligible(request, avoid))
-        return rooms if len(rooms) < len(self._workers.usable) else None
+        if self._settings.attached:
+            most = self._expected_tokens(request)
+            return with_room(request, most, usable, self._workers.usable)
+        return usable
 
     def could_place(self, request: GenerationRequest, avoid: bytes) -> bool:
         """Return whether workers other than the incarnation ``avoid`` can serve the request now."""
@@ -257,10 +241,11 @@ class Placer:
         prompt = PromptToPlace(request, reusable, held, sources, avoid, session)
         may_spread = session.continues if session.is_cached else may_spread
         choice = self._cheapest_of_all(prompt, rates, now_ns, may_spread=may_spread)
-        rooms = self._rooms(request, avoid)
-        if rooms is not None and not (choice and rooms.issuperset(_workers_of(choice[0]))):
-            prompt = prompt._replace(request=replace(request, among=rooms))
-            choice = None
+        if self._settings.attached:
+            rooms = frozenset(slot.worker_id for slot in self.eligible(request, avoid))
+            if choice is None or not is_among(choice[0], rooms):
+                prompt = prompt._replace(request=replace(request, among=rooms))
+                choice = None
         if choice is None:
             choice = self._cheapest_of_few(prompt, rates, now_ns)
         chosen, compared = choice
@@ -456,11 +441,3 @@ def _place_wait_s(decodes: WorkerLoad, places: int, answer_tokens: float) -> flo
 
 def _unmet(request: GenerationRequest) -> UnavailableError:
     return UnavailableError(f"x-baton-mode is {request.mode}, which the ready workers cannot serve")
-
-
-def _context_tokens(slot: WorkerSlot) -> int:
-    return slot.link.capabilities.max_context_tokens if slot.link is not None else 0
-
-
-def _workers_of(chosen: Candidate) -> set[str]:
-    return {chosen.computes.worker_id, chosen.decode.worker_id}
