@@ -21,9 +21,9 @@ from baton.engine.core.sequence import Kind
 from baton.engine.process import messages
 from baton.types import events as ev
 from baton.types.errors import BatonError
-from baton.types.geometry import BLOCK_TOKENS
+from baton.types.geometry import BLOCK_TOKENS, TOKEN_BYTES
 from baton.wire.submission import prefix_request_id, submit_from_wire
-from baton.wire.tokens import TOKEN_BYTES, count_tokens, pack_tokens
+from baton.wire.tokens import count_tokens, pack_tokens
 from decode_worker.handoff import FirstTokens, ReceivedHandoff
 from decode_worker.parts import WorkerParts
 

@@ -9,10 +9,8 @@ import numpy as np
 
 from baton.engine.compiled import Functions, loaded
 from baton.types.block_hashes import HASH_BYTES, KEY, block_hashes
-from baton.types.geometry import BLOCK_TOKENS
+from baton.types.geometry import BLOCK_TOKENS, TOKEN_BYTES
 
-TOKEN_BYTES = 4
-"""Of a packed token, as they are sent (``baton/wire/tokens.py``)."""
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w")
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_uint32

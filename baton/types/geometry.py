@@ -2,6 +2,7 @@
 
 import msgspec
 
+TOKEN_BYTES = 4  # of a packed token, a little-endian uint32
 BLOCK_TOKENS = 16
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 1, "fp8": 1}

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-TOKEN_BYTES = 4
+from baton.types.geometry import TOKEN_BYTES
+
 _WORDS = "I" if array("I").itemsize == TOKEN_BYTES and sys.byteorder == "little" else ""
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from baton.engine.block_names import TOKEN_BYTES, block_names
+from baton.engine.block_names import block_names
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
 from baton.engine.remote.cached_prefixes import CachedPrefixes
@@ -24,6 +24,7 @@ from baton.engine.remote.load import LoadMeter, SequenceProgress
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types import events as ev
 from baton.types.errors import BatonError, CancelledError_
+from baton.types.geometry import TOKEN_BYTES
 from baton.types.images import hashed_tokens
 
 _SETTLE_S = 0.02
