@@ -51,7 +51,8 @@ class Emulation:
         fault: ``""``, ``hang`` (no answers at all), ``stall`` (no tokens, but healthy), ``500``,
             ``flood`` (500, and a body without an end), ``garbage``,
             ``cut`` (the connection breaks after two tokens), ``foreign`` (tokens that
-            the model does not have), ``endless`` (no finish).
+            the model does not have), ``endless`` (no finish), ``hold`` (the next request gets no
+            answer, as if a proxy before the server held it).
         words: Token of each word with the space before it; empty: it serves no text.
         answer_s: Time in which it answers what is not a request for tokens.
     """
@@ -321,6 +322,9 @@ class EmulatedVllm:
             return JSONResponse({"error": {"message": "a bug", "code": 500}}, 500)
         if one.fault == "flood":
             return StreamingResponse(_flood(), 500)
+        if one.fault == "hold":
+            one.fault = ""
+            await asyncio.Event().wait()
         self.bodies.append(body)
         if body.get("stream"):
             return StreamingResponse(self._stream(body), media_type="text/event-stream")

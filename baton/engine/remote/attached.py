@@ -6,6 +6,7 @@ another worker. The server is examined at once, and its worker leaves if it is g
 """
 
 import asyncio
+import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -15,7 +16,7 @@ import msgspec
 from baton.engine.remote.engine import RemoteEngine
 from baton.engine.remote.http import HttpOrigin, RefusedError, StatusError
 from baton.engine.remote.live_request import LiveRequest
-from baton.engine.remote.others import ServerLoad, StallWatch
+from baton.engine.remote.others import MissingWatch, ServerLoad, StallWatch
 from baton.model.artifact import ModelArtifact
 from baton.types import events as ev
 from baton.types.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
@@ -29,6 +30,8 @@ _POLL_S = 1.0
 _ANSWER_S = 5.0
 _SILENT_POLLS = 3  # without an answer in time
 _IDENTITY_POLLS = 5
+_SETTLED_NS = 2_000_000_000  # after which a server counts a request
+_MISSING_NS = 10_000_000_000
 
 
 class UnfitServerError(InternalError):
@@ -192,11 +195,14 @@ class AttachedEngine(RemoteEngine):
         """Let the server be looked at."""
 
     async def _follow_others(self, read: Callable[[], Awaitable[ServerLoad]]) -> None:
-        """Report the load of the server's other clients, and notice a server that is stalled."""
+        """Report the load of the server's other clients, and notice what never ends."""
         stall = StallWatch()
+        missing = MissingWatch()
         while True:
             await asyncio.sleep(_POLL_S)
             own = self._meter.sequences
+            asked_ns = time.monotonic_ns()
+            settled = self._meter.computed_since(asked_ns - _SETTLED_NS)
             try:
                 load = await read()
             except BatonError:
@@ -206,6 +212,16 @@ class AttachedEngine(RemoteEngine):
                 self._send(self._status())
             if stall.observe(load, most, self._meter.generated):
                 self._break(f"{self._origin.name} is healthy, but computes nothing")
+            settled = min(settled, self._meter.computed_since(asked_ns - _SETTLED_NS))
+            if number := missing.observe(load, settled):
+                self._end_missing(self._meter.silent_since(asked_ns - _MISSING_NS)[:number])
+
+    def _end_missing(self, request_ids: Sequence[str]) -> None:
+        """End requests that the server does not have, so that others resume them."""
+        why = f"{self._origin.name} works for fewer requests than it got: a proxy may hold this one"
+        for request_id in request_ids:
+            if (request := self._requests.get(request_id)) is not None:
+                self._end_failed(request, UnavailableError(why))
 
     def _checked(
         self, request: LiveRequest, choice: int, reports: list[ev.Tokens]

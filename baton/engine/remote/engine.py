@@ -165,6 +165,7 @@ class RemoteEngine(ABC):
         for request in self._requests.values():
             request.end_run()
         await self._tasks.close()
+        self._origin.kept.close()
         self._prefixes.close()
 
     def _submit(self, command: messages.Submit, error: BatonError | None) -> None:
@@ -259,7 +260,7 @@ class RemoteEngine(ABC):
             take(data)
 
         try:
-            exchange = await self._origin.begin("POST", self.target, body, on_body)
+            exchange = await self._origin.begin("POST", self.target, body, on_body, keep=True)
             if request.run == run and choice in request.open_choices:
                 request.exchanges[choice] = exchange
             else:

@@ -1,11 +1,11 @@
-"""HTTP client of engines: one connection per request, body passed on as it arrives."""
+"""HTTP client of engines: body passed on as it arrives, connections kept for the next request."""
 
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from typing import Self, cast
 from urllib.parse import urlsplit
@@ -19,42 +19,60 @@ CONNECT_S = 5.0
 """Time in which a server must take a connection."""
 _RESPONSE_BYTES = 32 << 20
 _HEAD_BYTES = 1 << 20  # of the part that has the head
+_KEPT_S = 4.0  # vLLM and llama-server close a connection after 5 s without a request
+_MOST_KEPT = 64
 
 
 class HttpExchange(asyncio.Protocol):
     """Exchange of a request and its response on one connection.
 
     Args:
-        unsent: Bytes of the request to send once the loop serves the connection.
+        kept: Takes the connection behind a complete response; None: it is closed.
 
     Attributes:
         status: HTTP status; 0 until the response begins.
+        unsent: Bytes of the request to send once the loop serves the connection.
         done: Result True after a complete response, False if the connection broke.
     """
 
-    def __init__(self, unsent: bytes, on_body: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, on_body: Callable[[bytes], None], kept: "KeptConnections | None" = None
+    ) -> None:
         self.status = 0
+        self.unsent = b""
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._unsent = unsent
         self._on_body = on_body
+        self._kept = kept
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
         self._transport: asyncio.Transport | None = None
+        self._again: Callable[[], Awaitable[None]] | None = None
+        self._repetition: asyncio.Future[None] | None = None
 
     def close(self) -> None:
         """Close the connection, by which the engine aborts the request."""
+        self._again = None
+        if self._repetition is not None:
+            self._repetition.cancel()
         if self._transport is not None:
             self._transport.abort()
         self._end(complete=False)
 
+    def reuse(self, transport: asyncio.Transport, again: Callable[[], Awaitable[None]]) -> None:
+        """Send the request on a kept connection; ``again``, if the server has just closed it."""
+        self._again = again
+        transport.set_protocol(self)
+        self.connection_made(transport)
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the rest of the request."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's has another base
-        self._transport.write(self._unsent)
-        self._unsent = b""
+        self._transport.write(self.unsent)
+        self.unsent = b""
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes of the response."""
+        self._again = None
         if not self.status:
             self._head_bytes += len(data)
         try:
@@ -63,14 +81,26 @@ class HttpExchange(asyncio.Protocol):
             self.close()
         if self._head_bytes > _HEAD_BYTES and not self.status:
             self.close()
+        if self.done.done() and self._transport is not None:
+            self._leave(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Note the end of the connection."""
-        self._end(complete=False)
+        if self._again is None:
+            self._end(complete=False)
+        else:
+            self._repetition = asyncio.ensure_future(self._repeat(self._again))
+            self._again = None
+
+    def on_message_begin(self) -> None:
+        """Keep no connection with bytes behind the response."""
+        if self.done.done():
+            self._kept = None
 
     def on_headers_complete(self) -> None:
         """Note the status of the response."""
-        self.status = self._parser.get_status_code()
+        if not self.done.done():
+            self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
         """Pass a part of the body on."""
@@ -78,13 +108,89 @@ class HttpExchange(asyncio.Protocol):
             self._on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note the complete response, and close the connection."""
+        """Note the complete response, unless it announces another one."""
+        if self.status < HTTPStatus.OK:
+            self.status = 0
+            return
+        if not self._parser.should_keep_alive():
+            self._kept = None
         self._end(complete=True)
-        self.close()
+
+    def _leave(self, transport: asyncio.Transport) -> None:
+        """Keep or close the connection."""
+        self._transport = None
+        if self._kept is not None and not transport.is_closing():
+            self._kept.keep(transport)
+        else:
+            transport.abort()
+
+    async def _repeat(self, again: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await again()
+        except OSError:
+            self._end(complete=False)
 
     def _end(self, *, complete: bool) -> None:
         if not self.done.done():
             self.done.set_result(complete)
+
+
+class KeptConnections:
+    """Connections to one server that wait for the next request; the newest is used first."""
+
+    def __init__(self) -> None:
+        self._resting: list[_Resting] = []
+
+    def keep(self, transport: asyncio.Transport) -> None:
+        """Keep a connection for a few seconds, or close it."""
+        if len(self._resting) < _MOST_KEPT:
+            self._resting.append(_Resting(transport, self._resting.remove))
+        else:
+            transport.abort()
+
+    def take(self) -> asyncio.Transport | None:
+        """Return a connection, or None."""
+        return self._resting.pop().leave() if self._resting else None
+
+    def close(self) -> None:
+        """Close all connections."""
+        while (transport := self.take()) is not None:
+            transport.abort()
+
+
+class _Resting(asyncio.Protocol):
+    """A connection between two exchanges. Whatever the server does with it ends it."""
+
+    def __init__(self, transport: asyncio.Transport, forget: "Callable[[_Resting], None]") -> None:
+        self._transport = transport
+        self._forget: Callable[[_Resting], None] | None = forget
+        self._timer = asyncio.get_running_loop().call_later(_KEPT_S, self._close)
+        transport.set_protocol(self)
+
+    def leave(self) -> asyncio.Transport:
+        """Return the connection, which has left the kept ones."""
+        self._timer.cancel()
+        self._forget = None
+        return self._transport
+
+    def data_received(self, data: bytes) -> None:
+        """Close a connection with bytes that no request has asked for."""
+        self._close()
+
+    def eof_received(self) -> None:
+        """Forget a connection that the server closes."""
+        self._close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget a lost connection."""
+        self._close()
+
+    def _close(self) -> None:
+        self._timer.cancel()
+        if self._forget is not None:
+            self._forget(self)
+            self._forget = None
+            self._transport.abort()
 
 
 class StatusError(UnavailableError):
@@ -111,6 +217,7 @@ class HttpOrigin:
         prefix: Path before that of each request.
         key: Key that the server requires; empty: none.
         tls: Context with which certificates are verified; None: plain text.
+        kept: Connections that wait for the next request.
     """
 
     name: str
@@ -121,6 +228,7 @@ class HttpOrigin:
     prefix: str = ""
     key: str = field(default="", repr=False)
     tls: ssl.SSLContext | None = None
+    kept: KeptConnections = field(default_factory=KeptConnections, repr=False, compare=False)
 
     @classmethod
     def of_socket(cls, path: str, name: str = "vLLM") -> Self:
@@ -151,36 +259,59 @@ class HttpOrigin:
             tls=trusted_context() if is_tls else None,
         )
 
-    def request_bytes(self, method: str, target: str, body: bytes = b"") -> bytes:
+    def request_bytes(
+        self, method: str, target: str, body: bytes = b"", *, keep: bool = False
+    ) -> bytes:
         """Return an HTTP/1.1 request with a JSON body."""
         key = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
         head = (
             f"{method} {self.prefix}{target} HTTP/1.1\r\nHost: {self.server_name}\r\n{key}"
-            f"Connection: close\r\nContent-Type: application/json\r\n"
+            f"Connection: {'keep-alive' if keep else 'close'}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
 
     async def begin(
-        self, method: str, target: str, body: bytes, on_body: Callable[[bytes], None]
+        self,
+        method: str,
+        target: str,
+        body: bytes,
+        on_body: Callable[[bytes], None],
+        *,
+        keep: bool = False,
     ) -> HttpExchange:
-        """Connect and send a request.
+        """Send a request, on a connection of its own or, with ``keep``, on a kept one.
+
+        A request may arrive twice, if the server closes a kept connection without a response.
 
         Raises:
             OSError: The server takes no connection.
         """
-        request = self.request_bytes(method, target, body)
+        exchange = HttpExchange(on_body, self.kept if keep else None)
+        connect = partial(self._connect, exchange, method, target, body, keep=keep)
+        transport = self.kept.take() if keep else None
+        if transport is None:
+            await connect()
+        else:
+            exchange.unsent = self.request_bytes(method, target, body, keep=keep)
+            exchange.reuse(transport, connect)
+        return exchange
+
+    async def _connect(
+        self, exchange: HttpExchange, method: str, target: str, body: bytes, *, keep: bool
+    ) -> None:
+        exchange.unsent = self.request_bytes(method, target, body, keep=keep)
         if self.socket_path:
-            return await _begin_at_socket(self.socket_path, request, on_body)
+            await _begin_at_socket(self.socket_path, exchange)
+            return
         async with asyncio.timeout(CONNECT_S):
-            _, exchange = await asyncio.get_running_loop().create_connection(
-                lambda: HttpExchange(request, on_body),
+            await asyncio.get_running_loop().create_connection(
+                lambda: exchange,
                 self.host,
                 self.port,
                 ssl=self.tls,
                 server_hostname=self.server_name if self.tls is not None else None,
             )
-        return exchange
 
     async def fetch(self, method: str, target: str, timeout_s: float, body: bytes = b"") -> bytes:
         """Send a request with a JSON body; return the body of a response with status 200.
@@ -228,23 +359,18 @@ class HttpOrigin:
         return exchange.status, complete, b"".join(parts)
 
 
-async def _begin_at_socket(
-    path: str, request: bytes, on_body: Callable[[bytes], None]
-) -> HttpExchange:
+async def _begin_at_socket(path: str, exchange: HttpExchange) -> None:
     """Connect and send a request, as much as fits at once: asyncio takes longer to connect."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.setblocking(False)
         connection.connect(path)
-        unsent = request[connection.send(request) :]
+        exchange.unsent = exchange.unsent[connection.send(exchange.unsent) :]
     except OSError:
         connection.close()
         raise
     loop = asyncio.get_running_loop()
-    _, exchange = await loop.create_unix_connection(
-        lambda: HttpExchange(unsent, on_body), sock=connection
-    )
-    return exchange
+    await loop.create_unix_connection(lambda: exchange, sock=connection)
 
 
 @cache

@@ -38,6 +38,7 @@ class SequenceProgress:
         held: Whether its prompt is computed and its KV only waits for another worker.
         hashes: Block hashes of its prompt, if the engine computes blocks once for all prompts.
         begun_ns: First end of a step behind its submission: its prompt can be in the next one.
+        newest_ns: Arrival of its newest tokens; ``first_ns`` of its first one.
         input_ns: Its part of the steps, for the prompt; ``output_ns`` the same for its tokens.
     """
 
@@ -50,6 +51,7 @@ class SequenceProgress:
     hashes: Sequence[bytes] = ()
     begun_ns: int = 0
     first_ns: int = 0
+    newest_ns: int = 0
     generated: int = 0
     input_ns: int = 0
     output_ns: int = 0
@@ -64,6 +66,11 @@ class SequenceProgress:
         """True if its next token is expected within seconds."""
         has_prompt = self.first_ns > 0 or (not self.comes and self.uncached <= _SHORT_TOKENS)
         return has_prompt and not self.held
+
+    @property
+    def is_computed(self) -> bool:
+        """True if the engine computes it: its KV neither comes from a worker nor waits for one."""
+        return not self.held and (self.first_ns > 0 or not self.comes)
 
     @property
     def uncached(self) -> int:
@@ -112,6 +119,20 @@ class LoadMeter:
         is_due = has_begun and all(row.is_due for row in rows)
         return sum(row.generated for row in rows) if is_due else None
 
+    def computed_since(self, before_ns: int) -> int:
+        """Return how many sequences the engine has since ``before_ns`` at least, to compute."""
+        rows = (row for row in self._rows.values() if row.is_computed)
+        return sum(row.first_ns > 0 or row.submitted_ns < before_ns for row in rows)
+
+    def silent_since(self, before_ns: int) -> list[str]:
+        """Return the requests with a sequence without tokens since then, the longest first."""
+        heard = [
+            (row.newest_ns or row.submitted_ns, name)
+            for (name, _), row in self._rows.items()
+            if row.is_computed
+        ]
+        return [name for heard_ns, name in sorted(heard) if heard_ns < before_ns]
+
     def row(self, request_id: str, choice: int) -> SequenceProgress:
         """Return a live sequence."""
         return self._rows[request_id, choice]
@@ -155,6 +176,7 @@ class LoadMeter:
         key = request_id, choice
         step = self.end_step(cached_blocks) if key in self._batch else None
         row = self._rows[key]
+        row.newest_ns = now_ns
         if row.comes and not row.first_ns:  # the time since the step before was spent on loading
             row.first_ns = now_ns
             row.generated += count

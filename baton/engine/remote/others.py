@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 _IDLE_REPORTS = 10  # a server that computes nothing may still report a request that was aborted
 _STALLED_REPORTS = 8  # one a second; no step of decode takes as long
+_MISSING_REPORTS = 10
 
 
 class ServerLoad(NamedTuple):
@@ -84,3 +85,30 @@ class StallWatch:
         self._equal_reports = self._equal_reports + 1 if may_stall and seen == self._seen else 0
         self._seen = seen
         return self._equal_reports >= _STALLED_REPORTS
+
+
+@dataclass(slots=True)
+class MissingWatch:
+    """Notices sequences that a server does not have, such as those that a proxy holds back.
+
+    A report is as of the server's last step, so only reports after further steps count.
+    """
+
+    _work: float = -1.0
+    _reports: int = 0
+    _missing: int = 0
+
+    def observe(self, load: ServerLoad, own: int) -> int:
+        """Note a report; return how many of the ``own`` sequences the server has long been without.
+
+        ``own`` is the smallest number since the report was asked for. Load of others hides missing
+        sequences.
+        """
+        missing = own - load.running - load.waiting
+        if missing <= 0:
+            self._reports = 0
+        elif load.work != self._work:
+            self._missing = min(missing, self._missing) if self._reports else missing
+            self._reports += 1
+        self._work = load.work
+        return self._missing if self._reports >= _MISSING_REPORTS else 0

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ssl
+from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -78,3 +79,136 @@ async def test_a_key_goes_over_tls_to_one_address_of_a_name(
     assert len(heads) == 1
     server.close()
     http.trusted_context.cache_clear()
+
+
+YES = HEAD.replace(b"connection: close\r\n", b"") + chunk(b"yes") + b"0\r\n\r\n"
+
+
+class Served:
+    """A server that counts connections and requests, and sends one answer after another."""
+
+    def __init__(self, *answers: bytes) -> None:
+        self.connections = 0
+        self.requests = 0
+        self._answers = answers
+        self._writers: list[asyncio.StreamWriter] = []
+
+    @contextlib.asynccontextmanager
+    async def running(self, context: ssl.SSLContext | None = None) -> AsyncIterator[HttpOrigin]:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=context)
+        port = self.server.sockets[0].getsockname()[1]
+        origin = HttpOrigin.of_url(f"http{'s' if context else ''}://localhost:{port}")
+        yield origin
+        origin.kept.close()
+        self.server.close()
+        for writer in self._writers:
+            writer.close()
+        await asyncio.sleep(0.05)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._writers.append(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                await reader.readuntil(b"\r\n\r\n")
+                answer = self._answers[min(self.requests, len(self._answers) - 1)]
+                self.requests += 1
+                if not answer:
+                    break
+                writer.write(answer)
+        writer.close()
+
+
+async def response(origin: HttpOrigin) -> tuple[int, bool, bytes]:
+    """Return status, completeness and body of a response, whose connection may be kept."""
+    parts: list[bytes] = []
+    exchange = await origin.begin("POST", "/x", b"", parts.append, keep=True)
+    try:
+        async with asyncio.timeout(1):
+            complete = await exchange.done
+    finally:
+        exchange.close()  # as the engine closes all at the end
+    return exchange.status, complete, b"".join(parts)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_requests_use_one_connection(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority.make(tmp_path, "baton", ["localhost"], timedelta(days=1))
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    http.trusted_context.cache_clear()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "router.pem", tmp_path / "router.key")
+    served = Served(YES)
+    async with served.running(context if scheme == "https" else None) as origin:
+        for _ in range(3):
+            assert await response(origin) == (200, True, b"yes")
+        assert (served.connections, served.requests) == (1, 3)
+        assert await origin.fetch("GET", "/health", 10.0) == b"yes"  # which has to connect
+        assert served.connections == 2
+    assert origin.kept.take() is None
+    http.trusted_context.cache_clear()
+
+
+CLOSING = YES.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answers", "body", "connections"),
+    [
+        pytest.param([YES, b"", YES], b"yes", 2, id="closed-without-a-response"),
+        pytest.param([YES, b"", b"", YES], b"", 2, id="closed-twice"),
+        pytest.param([YES + YES], b"yes", 2, id="two-responses"),
+        pytest.param([YES + b"junk"], b"yes", 2, id="bytes-behind-it"),
+        pytest.param([CLOSING], b"yes", 2, id="asked-to-close"),
+        pytest.param([CONTINUE * 2 + YES], b"yes", 1, id="continue"),
+    ],
+)
+async def test_a_connection_is_kept_behind_one_whole_response(
+    answers: list[bytes], body: bytes, connections: int
+) -> None:
+    served = Served(*answers)
+    async with served.running() as origin:
+        assert await response(origin) == (200, True, b"yes")
+        assert await response(origin) == (200 if body else 0, bool(body), body)
+        assert served.connections == connections
+
+
+async def test_a_request_that_the_client_ends_ends_its_connection() -> None:
+    served = Served(YES, YES[:-5], YES)
+    async with served.running() as origin:
+        await response(origin)
+        with pytest.raises(TimeoutError):
+            await response(origin)
+        assert await response(origin) == (200, True, b"yes")
+        assert (served.connections, served.requests) == (2, 3)
+
+
+async def test_a_kept_connection_with_bytes_is_closed() -> None:
+    served = Served(YES)
+    async with served.running() as origin:
+        await response(origin)
+        transport = origin.kept.take()
+        assert transport is not None
+        origin.kept.keep(transport)
+        transport.write(b"GET / HTTP/1.1\r\n\r\n")  # whose response nobody awaits
+        while not transport.is_closing():
+            await asyncio.sleep(0.01)
+        assert origin.kept.take() is None
+
+
+async def test_a_repeated_request_ends_when_nothing_listens_any_more() -> None:
+    served = Served(YES, b"")
+    async with served.running() as origin:
+        await response(origin)
+        served.server.close()  # its connection stays
+        assert await response(origin) == (0, False, b"")
+        assert served.requests == 2
+
+
+async def test_a_continue_without_an_end_is_cut_off() -> None:
+    served = Served(CONTINUE * 50_000)
+    async with served.running() as origin:
+        assert await response(origin) == (0, False, b"")

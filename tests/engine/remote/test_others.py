@@ -1,7 +1,7 @@
 """Load of others at a server: what it reports, without the worker's own sequences."""
 
 from baton.engine.remote.load import LoadMeter, SequenceProgress
-from baton.engine.remote.others import OtherLoad, ServerLoad, StallWatch
+from baton.engine.remote.others import MissingWatch, OtherLoad, ServerLoad, StallWatch
 
 
 def reported(running: int, waiting: int = 0, work: float = 0.0) -> ServerLoad:
@@ -83,3 +83,32 @@ def test_tokens_are_expected_when_all_prompts_are_computed():
     meter.ended("pulls", 0)
     meter.row("a", 0).held = True
     assert meter.generated is None, "another worker takes its KV when it likes"
+
+
+def test_sequences_that_a_working_server_never_counts_are_missing():
+    watch = MissingWatch()
+    found = [watch.observe(reported(3, 1, work=step), own=4 + 2) for step in range(12)]
+    assert found == [0] * 9 + [2] * 3
+    assert watch.observe(reported(3, 2, work=13), own=6) == 1, "one of them has come"
+    assert watch.observe(reported(4, 2, work=14), own=6) == 0
+    assert watch.observe(reported(3, 2, work=15), own=6) == 0, "it has to be missing for long again"
+
+
+def test_reports_of_a_server_that_computes_nothing_show_no_missing_sequences():
+    """vLLM counts as of its last step, and a prompt may take minutes in one."""
+    watch = MissingWatch()
+    assert not any(watch.observe(reported(0, work=7), own=1) for _ in range(60))
+    assert not any(watch.observe(reported(9, work=step), own=8) for step in range(60))
+
+
+def test_silent_requests_are_those_without_tokens_for_the_longest_time():
+    meter = LoadMeter(total_blocks=100)
+    for name, submitted_ns in (("early", 10), ("answering", 20), ("late", 90)):
+        meter.submitted(name, 0, SequenceProgress(160, 0, submitted_ns))
+    meter.submitted("coming", 0, SequenceProgress(160, 0, 5, comes=True))
+    meter.submitted("for another worker", 0, SequenceProgress(160, 0, 5, held=True))
+    meter.tokens("answering", 0, 1, 60, 0)
+    assert meter.silent_since(50) == ["early"]
+    assert meter.silent_since(80) == ["early", "answering"]
+    assert meter.computed_since(80) == 2
+    assert meter.computed_since(100) == 3

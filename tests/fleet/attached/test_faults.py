@@ -148,6 +148,27 @@ def test_a_response_goes_on_at_another_server_with_equal_tokens(pair: Pair, faul
     assert len(resumed["token_ids"]) > len(PROMPT)  # behind what the first server has sent
 
 
+def test_a_request_that_a_proxy_holds_while_the_server_works_is_resumed(pair: Pair) -> None:
+    for server in pair.servers:
+        server.emulation.fault = "hold"
+    held = Background(lambda: pair.fleet.complete(4))
+    wait_for(lambda: any(not one.emulation.fault for one in pair.servers), 10)
+    for server in pair.servers:
+        server.emulation.fault = ""
+    prompts = [[number, *range(500, 540)] for number in range(6)]
+    others = [Background(lambda p=p: pair.fleet.complete(1000, p)) for p in prompts]
+    try:
+        assert held.result() == expected(4)
+        assert time.monotonic() - held.began_s < 20  # the others take longer
+    finally:
+        for server in pair.servers:
+            server.emulation.token_s = 0.001
+        for prompt, other in zip(prompts, others, strict=True):
+            assert other.result() == expected(1000, prompt)
+        for server in pair.servers:
+            server.emulation.token_s = LIKE.token_s
+
+
 @pytest.mark.parametrize("fault", ["500", "flood"])
 def test_an_error_of_a_server_is_no_error_of_the_client(pair: Pair, fault: str) -> None:
     pair.servers[0].emulation.fault = fault
