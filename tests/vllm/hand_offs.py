@@ -76,6 +76,20 @@ def complete(fleet: Fleet, prompt: list[int] | str, tenant: str = "a", **more: A
     return answer
 
 
+def report_of(fleet: Fleet, answer: httpx.Response) -> dict[str, Any]:
+    """Return the router's report on a request, when the worker has sent its times."""
+    report: dict[str, Any] = {}
+
+    def is_whole() -> bool:
+        nonlocal report
+        with fleet.client("operator") as client:
+            report = client.get(f"/fleet/requests/{answer.headers['x-request-id']}").json()
+        return report["worker_times_s"] is not None
+
+    wait_for(is_whole, 10)
+    return report
+
+
 def route(answer: httpx.Response) -> dict[str, str]:
     pairs = answer.headers["x-baton-route"].split("; ")
     return dict(pair.split("=") for pair in pairs)

@@ -1,7 +1,7 @@
 """Hand-offs between three vLLM workers (`make test-vllm-hand-off`), on this machine's CPU.
 
 Two prefill workers, so that there is another one after each kill. A prefill worker resumes the
-responses of the decode worker. A vLLM takes 25 s of CPU time to start, so that all tests share one
+responses of the decode worker. A vLLM takes 33 s of CPU time to start, so that all tests share one
 fleet for each way of hand-offs.
 """
 
@@ -32,6 +32,7 @@ from tests.vllm.hand_offs import (
     cores_used,
     doubtful,
     has_pages,
+    report_of,
     route,
     serving,
     vllm_metric,
@@ -75,8 +76,7 @@ def test_paris_comes_through_the_hand_off(fleet: Fleet) -> None:
     assert place["prefill"] != place["decode"]
     decode = sockets(fleet)[place["decode"]]
     assert vllm_metric(decode, "nixl_bytes_transferred_sum") > before[place["decode"]]
-    with fleet.client("operator") as client:
-        report = client.get(f"/fleet/requests/{answer.headers['x-request-id']}").json()
+    report = report_of(fleet, answer)
     assert report["route"]["mode"] == "disaggregated"
     assert report["worker_times_s"]["transfer"] > 0
     tokens = report["prompt_tokens"]
@@ -88,8 +88,8 @@ def test_the_tokens_are_those_of_vllm_alone(fleet: Fleet) -> None:
     """But for near ties. Some prompts fill their last block of 32 tokens, some do not."""
     different: list[int] = []
     own_sockets = sockets(fleet)
-    for number in range(32):
-        prompt = list(range(300 + 40 * number, 300 + 40 * number + 17 + 5 * number))
+    for number in range(12):
+        prompt = list(range(300 + 40 * number, 300 + 40 * number + 17 + 15 * number))
         answer = complete(fleet, prompt, max_tokens=12)
         socket = own_sockets[route(answer)["decode"]]
         own = asyncio.run(alone(socket, prompt))
@@ -97,7 +97,7 @@ def test_the_tokens_are_those_of_vllm_alone(fleet: Fleet) -> None:
             different.append(number)
             tokens = answer.json()["choices"][0]["token_ids"]
             assert not asyncio.run(doubtful(socket, prompt, tokens)), (number, tokens, own)
-    assert len(different) <= 4, different
+    assert len(different) <= 2, different
 
 
 @pytest.mark.parametrize("fleet", ["nixl"], indirect=True)
@@ -154,13 +154,12 @@ def test_two_tenants_never_share_a_block(fleet: Fleet) -> None:
 def test_the_next_turn_computes_and_moves_only_what_is_new(fleet: Fleet) -> None:
     """With Baton's connector prefill pulls the blocks of the response from decode."""
     first = list(range(8000, 8160))
-    answer = complete(fleet, first, max_tokens=400, ignore_eos=True)
+    answer = complete(fleet, first, max_tokens=200, ignore_eos=True)
     time.sleep(1.0)  # until the router knows the blocks of the response
     prompt = [*first, *answer.json()["choices"][0]["token_ids"], *range(8500, 8540)]
-    held_tokens = 544  # in whole blocks, of 559 with KV
+    held_tokens = 352  # in whole blocks, of 359 with KV
     second = complete(fleet, prompt, max_tokens=8)
-    with fleet.client("operator") as client:
-        report = client.get(f"/fleet/requests/{second.headers['x-request-id']}").json()
+    report = report_of(fleet, second)
     moved_bytes = report["worker_times_s"]["transfer_bytes"]
     assert moved_bytes == (len(prompt) - held_tokens) * 30 * 2 * 3 * 64 * 4
     decode = route(second)["decode"]
@@ -181,8 +180,8 @@ def cached(answer: httpx.Response) -> int:
 
 def test_nothing_is_left_after_clients_that_disconnect(fleet: Fleet) -> None:
     """Half of many at their first token, then others at random."""
-    asyncio.run(load(fleet, 100, APART))
-    asyncio.run(abort_at_random(fleet, 100))
+    asyncio.run(load(fleet, 50, APART))
+    asyncio.run(abort_at_random(fleet, 50))
     wait_for(lambda: at_rest(fleet), REST_S)
 
 
@@ -190,10 +189,9 @@ def test_nothing_is_left_after_clients_that_disconnect(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("role", "with_nixl", "with_baton", "after_tokens"),
     [
-        ("prefill", "core", "server", PREFILL),
+        ("prefill", "core", "core", PREFILL),
         ("decode", "shell", "server", ANSWER),
         ("prefill", "process", "shell", HAND_OFF),
-        ("prefill", "shell", "core", PREFILL),  # the last one: the other one starts
         ("decode", "core", "shell", HAND_OFF),
     ],
 )
