@@ -9,7 +9,7 @@ import pytest
 def without_compilation() -> Iterator[None]:
     """Do not let each vLLM compile its sampler at the first request with log-probabilities.
 
-    On CPUs that takes 4 s of CPU time, and with an empty cache of compiled code 15 s and more.
+    On CPUs that takes 3.3 s of CPU time, and more with an empty cache of compiled code.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
