@@ -30,7 +30,8 @@ class ReceivePacer:
     def after_step(self, step: StepDone) -> None:
         """Note from an engine step whether responses are being generated."""
         self._credit.decoding(on=bool(step.answering), now_ns=time.monotonic_ns())
-        self._give_out()
+        if self._waiting:
+            self._give_out()
 
     async def take(
         self, owner: str, peer: str, frame_bytes: Sequence[int], waited_s: float = 0.0

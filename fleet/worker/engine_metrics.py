@@ -16,6 +16,7 @@ class EngineMetrics:
         self._tiers: tuple[TierCounts, ...] = ()
         engine.on_adapter_changed = self._note_adapter
         engine.after_step.append(self._note_step)
+        metrics.before_page.append(self._show_load)
         if max_adapters:
             metrics.before_page.append(self._show_adapters)
 
@@ -36,8 +37,9 @@ class EngineMetrics:
     def _show_adapters(self) -> None:
         self._metrics.set_adapter_info(self._max_adapters, *self._engine.adapters_in_use())
 
-    def _note_step(self, step: ev.StepDone) -> None:
+    def _show_load(self) -> None:
         metrics = self._metrics
+        step = self._engine.load
         metrics.set("baton_kv_blocks", step.blocks.total, state="total")
         metrics.set("baton_kv_blocks", step.blocks.free, state="free")
         metrics.set("baton_kv_blocks", step.blocks.cached, state="cached")
@@ -46,6 +48,9 @@ class EngineMetrics:
         metrics.set("baton_kv_usage_ratio", step.blocks.in_use / max(step.blocks.total, 1))
         metrics.set("baton_running_requests", step.running)
         metrics.set("baton_waiting_requests", step.waiting)
+
+    def _note_step(self, step: ev.StepDone) -> None:
+        metrics = self._metrics
         metrics.count_up("baton_kv_evictions", step.evictions)
         self._show_tiers(step)
         metrics.count_up("baton_preemptions", step.preemptions)

@@ -259,23 +259,26 @@ class RemoteEngine(ABC):
                 return
             take(data)
 
-        try:
-            exchange = await self._origin.begin("POST", self.target, body, on_body, keep=True)
+        async def begun(started: HttpExchange) -> None:
+            nonlocal exchange
+            exchange = started
             if request.run == run and choice in request.open_choices:
-                request.exchanges[choice] = exchange
+                request.exchanges[choice] = started
             else:
-                await self._unwanted(request, choice, exchange)
-            complete = await exchange.done
+                await self._unwanted(request, choice, started)
+
+        try:
+            ended = await self._origin.exchange(self.target, body, on_body, begun)
         except OSError as error:
             if self._wants(request, choice, run):
                 self._on_lost(request, f"{self._origin.name} takes no requests: {error}")
             return False
         if not self._wants(request, choice, run):
             return False  # its end is handled elsewhere
-        if exchange.status not in (0, 200):
-            await self._on_failure(request, self._error(bytes(errors), exchange.status))
+        if ended.status not in (0, 200):
+            await self._on_failure(request, self._error(bytes(errors), ended.status))
             return False
-        complete = complete or choice in request.sufficed
+        complete = ended.done.result() or choice in request.sufficed
         if not complete:
             self._on_lost(request, _cut(self._origin.name))
         return complete

@@ -5,7 +5,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from http import HTTPStatus
 from typing import Self, cast
 from urllib.parse import urlsplit
@@ -46,21 +46,23 @@ class HttpExchange(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
         self._transport: asyncio.Transport | None = None
-        self._again: Callable[[], Awaitable[None]] | None = None
-        self._repetition: asyncio.Future[None] | None = None
+        self._is_reused = False
 
     def close(self) -> None:
         """Close the connection, by which the engine aborts the request."""
-        self._again = None
-        if self._repetition is not None:
-            self._repetition.cancel()
+        self._is_reused = False
         if self._transport is not None:
             self._transport.abort()
         self._end(complete=False)
 
-    def reuse(self, transport: asyncio.Transport, again: Callable[[], Awaitable[None]]) -> None:
-        """Send the request on a kept connection; ``again``, if the server has just closed it."""
-        self._again = again
+    @property
+    def is_unheard(self) -> bool:
+        """True if the server closed a kept connection without a byte, so probably before it."""
+        return self._is_reused and self.done.done()
+
+    def reuse(self, transport: asyncio.Transport) -> None:
+        """Send the request on a kept connection."""
+        self._is_reused = True
         transport.set_protocol(self)
         self.connection_made(transport)
 
@@ -72,7 +74,7 @@ class HttpExchange(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes of the response."""
-        self._again = None
+        self._is_reused = False
         if not self.status:
             self._head_bytes += len(data)
         try:
@@ -86,11 +88,7 @@ class HttpExchange(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Note the end of the connection."""
-        if self._again is None:
-            self._end(complete=False)
-        else:
-            self._repetition = asyncio.ensure_future(self._repeat(self._again))
-            self._again = None
+        self._end(complete=False)
 
     def on_message_begin(self) -> None:
         """Keep no connection with bytes behind the response."""
@@ -123,12 +121,6 @@ class HttpExchange(asyncio.Protocol):
             self._kept.keep(transport)
         else:
             transport.abort()
-
-    async def _repeat(self, again: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await again()
-        except OSError:
-            self._end(complete=False)
 
     def _end(self, *, complete: bool) -> None:
         if not self.done.done():
@@ -271,6 +263,29 @@ class HttpOrigin:
         )
         return head.encode() + body
 
+    async def exchange(
+        self,
+        target: str,
+        body: bytes,
+        on_body: Callable[[bytes], None],
+        begun: Callable[[HttpExchange], Awaitable[None]],
+    ) -> HttpExchange:
+        """Post a request, on a kept connection if there is one; return the ended exchange.
+
+        If the server closes a kept connection without a byte, the request is sent once more.
+        ``begun`` gets each exchange when it begins.
+
+        Raises:
+            OSError: The server takes no connection.
+        """
+        for keep in (True, False):
+            exchange = await self.begin("POST", target, body, on_body, keep=keep)
+            await begun(exchange)
+            await exchange.done
+            if not exchange.is_unheard:
+                break
+        return exchange
+
     async def begin(
         self,
         method: str,
@@ -282,36 +297,25 @@ class HttpOrigin:
     ) -> HttpExchange:
         """Send a request, on a connection of its own or, with ``keep``, on a kept one.
 
-        A request may arrive twice, if the server closes a kept connection without a response.
-
         Raises:
             OSError: The server takes no connection.
         """
         exchange = HttpExchange(on_body, self.kept if keep else None)
-        connect = partial(self._connect, exchange, method, target, body, keep=keep)
-        transport = self.kept.take() if keep else None
-        if transport is None:
-            await connect()
-        else:
-            exchange.unsent = self.request_bytes(method, target, body, keep=keep)
-            exchange.reuse(transport, connect)
-        return exchange
-
-    async def _connect(
-        self, exchange: HttpExchange, method: str, target: str, body: bytes, *, keep: bool
-    ) -> None:
         exchange.unsent = self.request_bytes(method, target, body, keep=keep)
-        if self.socket_path:
+        if keep and (transport := self.kept.take()) is not None:
+            exchange.reuse(transport)
+        elif self.socket_path:
             await _begin_at_socket(self.socket_path, exchange)
-            return
-        async with asyncio.timeout(CONNECT_S):
-            await asyncio.get_running_loop().create_connection(
-                lambda: exchange,
-                self.host,
-                self.port,
-                ssl=self.tls,
-                server_hostname=self.server_name if self.tls is not None else None,
-            )
+        else:
+            async with asyncio.timeout(CONNECT_S):
+                await asyncio.get_running_loop().create_connection(
+                    lambda: exchange,
+                    self.host,
+                    self.port,
+                    ssl=self.tls,
+                    server_hostname=self.server_name if self.tls is not None else None,
+                )
+        return exchange
 
     async def fetch(self, method: str, target: str, timeout_s: float, body: bytes = b"") -> bytes:
         """Send a request with a JSON body; return the body of a response with status 200.

@@ -122,13 +122,17 @@ class Served:
 async def response(origin: HttpOrigin) -> tuple[int, bool, bytes]:
     """Return status, completeness and body of a response, whose connection may be kept."""
     parts: list[bytes] = []
-    exchange = await origin.begin("POST", "/x", b"", parts.append, keep=True)
+    exchanges: list[http.HttpExchange] = []
+
+    async def begun(exchange: http.HttpExchange) -> None:
+        exchanges.append(exchange)
+
     try:
         async with asyncio.timeout(1):
-            complete = await exchange.done
+            ended = await origin.exchange("/x", b"", parts.append, begun)
     finally:
-        exchange.close()  # as the engine closes all at the end
-    return exchange.status, complete, b"".join(parts)
+        exchanges[-1].close()  # as the engine closes all at the end
+    return ended.status, ended.done.result(), b"".join(parts)
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
@@ -204,7 +208,8 @@ async def test_a_repeated_request_ends_when_nothing_listens_any_more() -> None:
     async with served.running() as origin:
         await response(origin)
         served.server.close()  # its connection stays
-        assert await response(origin) == (0, False, b"")
+        with pytest.raises(ConnectionRefusedError):
+            await response(origin)
         assert served.requests == 2
 
 
