@@ -45,6 +45,7 @@ _NO_COMMANDS = (
     "the workers of this fleet are attached servers: change their list, in which `drain: true` "
     "drains one"
 )
+_SOURCE: dict[str, object] = {"worker_id": "servers", "phase": "absent", "epoch": 0, "node": ""}
 _LIVES = 1000  # of a worker's life in one process, as epochs only grow
 
 
@@ -89,15 +90,17 @@ class LaneServers:
     async def follow(self) -> None:
         """Read the source for ever, and attach and drain servers as it changes."""
         while True:
+            before = self.problem
             try:
                 entries = await self._source.read()
-                self.problem = ""
             except (OSError, ValueError) as error:
-                if f"{error}" != self.problem:
-                    self.problem = f"{error}"
-                    _LOG.error("cannot read the list of servers; it stays: %s", error)
+                self.problem = f"cannot read the source of servers: {error}"
             else:
+                self.problem = "" if entries else "the source of servers has none"
                 self._apply(entries)
+            if self.problem != before:
+                _LOG.warning("%s", self.problem or "the source has servers again")
+                self._report()
             await asyncio.sleep(POLL_S)
 
     async def refuse_commands(self) -> None:
@@ -167,6 +170,8 @@ class LaneServers:
             }
             for name, one in self._attachments.items()
         ]
+        if self.problem:  # the supervisor shows it as that of a worker
+            slots.append(dict(_SOURCE, reason=self.problem))
         sys.stdout.write(msgspec.json.encode({self._config.fleet: slots}).decode() + "\n")
         sys.stdout.flush()
 

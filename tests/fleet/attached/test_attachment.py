@@ -1,0 +1,63 @@
+"""Life of an attached server: where it connects to, beside kinds of servers that only note it."""
+
+import asyncio
+from typing import Any
+
+from baton.engine.remote.attached import ServerFacts, UnfitServerError
+from baton.engine.remote.http import HttpOrigin
+from fleet.attached.attachment import Attachment
+from fleet.attached.sources import entry_of
+from tests.fleet.attached.test_sources import servers_of
+
+
+class Noting:
+    """Kind of servers that are all unfit; notes where it was asked to look at them."""
+
+    hand_off = ""
+
+    def __init__(self) -> None:
+        self.seen: asyncio.Queue[HttpOrigin] = asyncio.Queue()
+
+    async def examine(self, origin: HttpOrigin) -> ServerFacts:
+        self.seen.put_nowait(origin)
+        raise UnfitServerError("it was only looked at")
+
+
+def attachment_of(url: str, kind: Any, changed: asyncio.Event) -> Attachment:
+    (server,) = servers_of([url]).known
+
+    def settings(life: int) -> Any:
+        raise AssertionError("there is no worker")
+
+    return Attachment(entry_of(server), kind, settings, True, changed.set)
+
+
+async def test_a_name_is_looked_up_once_for_a_life_of_the_worker() -> None:
+    """Requests and health checks go to that address, so that they need no name server."""
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    kind = Noting()
+    one = attachment_of(f"http://localhost:{port}", kind, asyncio.Event())
+    running = asyncio.create_task(one.run())
+    async with asyncio.timeout(10):
+        origin = await kind.seen.get()
+        one.leave()
+        await running
+    server.close()
+    assert (origin.host, origin.port) == ("127.0.0.1", port)
+    assert origin.server_name == f"localhost:{port}"
+
+
+async def test_a_server_that_takes_no_connection_is_absent_with_the_reason() -> None:
+    kind = Noting()
+    changed = asyncio.Event()
+    one = attachment_of("http://no-such-host.invalid:8000", kind, changed)
+    running = asyncio.create_task(one.run())
+    async with asyncio.timeout(10):
+        await changed.wait()
+        shown = one.phase, one.reason
+        one.leave()
+        await running
+    assert shown[0] == "absent"
+    assert "http://no-such-host.invalid:8000 takes no connections: Name or" in shown[1]
+    assert kind.seen.empty()
