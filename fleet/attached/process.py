@@ -45,7 +45,6 @@ _NO_COMMANDS = (
     "the workers of this fleet are attached servers: change their list, in which `drain: true` "
     "drains one"
 )
-_SOURCE: dict[str, object] = {"worker_id": "servers", "phase": "absent", "epoch": 0, "node": ""}
 _LIVES = 1000  # of a worker's life in one process, as epochs only grow
 
 
@@ -94,12 +93,12 @@ class LaneServers:
             try:
                 entries = await self._source.read()
             except (OSError, ValueError) as error:
-                self.problem = f"cannot read the source of servers: {error}"
+                self.problem = f"cannot read the list of servers: {error}"
             else:
-                self.problem = "" if entries else "the source of servers has none"
+                self.problem = "" if entries else "the list of servers is empty"
                 self._apply(entries)
             if self.problem != before:
-                _LOG.warning("%s", self.problem or "the source has servers again")
+                _LOG.warning("%s", self.problem or "the list of servers is read again")
                 self._report()
             await asyncio.sleep(POLL_S)
 
@@ -166,12 +165,11 @@ class LaneServers:
                 "phase": one.phase,
                 "epoch": one.epoch,
                 "reason": one.reason,
-                "node": one.entry.label,
             }
             for name, one in self._attachments.items()
         ]
         if self.problem:  # the supervisor shows it as that of a worker
-            slots.append(dict(_SOURCE, reason=self.problem))
+            slots += [{"worker_id": "list", "phase": "absent", "epoch": 0, "reason": self.problem}]
         sys.stdout.write(msgspec.json.encode({self._config.fleet: slots}).decode() + "\n")
         sys.stdout.flush()
 

@@ -1,12 +1,19 @@
 """Life of an attached server: where it connects to, beside kinds of servers that only note it."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from baton.config.load import load_config
 from baton.engine.remote.attached import ServerFacts, UnfitServerError
 from baton.engine.remote.http import HttpOrigin
+from baton.telemetry.tasks import BackgroundTasks
 from fleet.attached.attachment import Attachment
-from fleet.attached.sources import entry_of
+from fleet.attached.process import AttachedSettings, LaneServers
+from fleet.attached.sources import ServerSource, entry_of
+from fleet.pools.resources import ControllerSpec
 from tests.fleet.attached.test_sources import servers_of
 
 
@@ -61,3 +68,29 @@ async def test_a_server_that_takes_no_connection_is_absent_with_the_reason() -> 
     assert shown[0] == "absent"
     assert "http://no-such-host.invalid:8000 takes no connections: Name or" in shown[1]
     assert kind.seen.empty()
+
+
+async def test_a_list_without_servers_is_shown_while_the_fleet_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was only in a log, and `baton up` waited without a reason."""
+    file = tmp_path / "fleet.yaml"
+    servers = '{dns: "http://no-such-service.invalid:8000"}'
+    pools = f"{{engine: vllm, vllm: {{servers: {servers}}}}}"
+    file.write_text(f"model: /m\nnumerics: fast\npools: {pools}\n")
+    config = load_config(file)
+    assert config.pools.servers is not None
+    source = ServerSource(config.pools.servers)
+    spec = ControllerSpec(config_json="", redis_url="", fleet_token="", host="", log_dir="")
+    kind: Any = Noting()
+    settings = AttachedSettings(spec=spec)
+    lane = LaneServers(config, kind, source, settings, BackgroundTasks("test"))
+    following = asyncio.create_task(lane.follow())
+    shown = ""
+    async with asyncio.timeout(10):
+        while "\n" not in shown:
+            await asyncio.sleep(0.02)
+            shown += capsys.readouterr().out
+    following.cancel()
+    assert '"worker_id":"list"' in shown
+    assert '"reason":"the list of servers is empty"' in shown
