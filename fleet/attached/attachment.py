@@ -129,10 +129,10 @@ class Attachment:
             async with asyncio.timeout(CONNECT_S):
                 _, found = await asyncio.open_connection(self.entry.host, self._origin.port)
         except OSError as error:
-            why = error.strerror or "no answer in time"
-            raise UnavailableError(f"{self._origin.name} takes no connections: {why}") from None
-        address = str(found.get_extra_info("peername")[0])
+            raise UnavailableError(f"no connection to {self._origin.name}: {error!r}") from None
+        peer = found.get_extra_info("peername")
         found.close()
+        address = f"{peer[0]}%{peer[3]}" if any(peer[3:]) else str(peer[0])  # with the IPv6 zone
         if address != self.entry.host:
             self._origin = HttpOrigin.of_url(self.entry.url, self.entry.key, address)
 
