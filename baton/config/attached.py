@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter, mode
 from baton.config.network import AbsoluteFile
 from baton.config.section import Section
 
-EventsEndpoint = Annotated[str, StringConstraints(pattern=r"^(tcp|ipc)://\S+$")]
+EventsEndpoint = Annotated[str, StringConstraints(pattern=r"^(tcp://\S+:\d+|ipc://\S+)$")]
 _Url = Annotated[
     str,
     StringConstraints(pattern=r"^https?://[^/?#\s@]+(/[^?#\s]*)?$"),
@@ -53,9 +53,10 @@ class AttachedServer(Section):
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         try:
-            _ = urlsplit(self.url).port
+            parts = urlsplit(self.url)
+            _ = parts.port, (parts.hostname or ".").encode("idna")
         except ValueError as error:
-            raise ValueError(f"url: {error}") from None
+            raise ValueError(f"url: {error}; IPv6 is as in http://[::1]:8000") from None
         if self.replay and len(self.replay) != len(self.events or ()):
             raise ValueError("replay needs one endpoint for each of `events`")
         return self

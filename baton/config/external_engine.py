@@ -186,8 +186,7 @@ class LlamaServerConfig(Section):
 
     @model_validator(mode="after")
     def _has_neither_roles_nor_events(self) -> Self:
-        entries = self.servers.list or ([self.servers.dns] if self.servers.dns is not None else ())
-        for entry in entries:
+        for entry in self.servers.known:
             if entry.role != "decode" or entry.events or entry.replay:
                 raise ValueError(
                     f"servers: {entry.url}: llama-server has no role `prefill` and no KV events: "

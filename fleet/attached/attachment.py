@@ -10,7 +10,6 @@ The server itself is never changed.
 import asyncio
 import logging
 import os
-import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -22,9 +21,9 @@ from baton.engine.process.link import InnerLink
 from baton.engine.process.messages import Ready
 from baton.engine.process.step_rates import StepRates
 from baton.engine.remote.attached import Endpoints, ServerFacts, ServerKind, UnfitServerError
-from baton.engine.remote.http import HttpOrigin
+from baton.engine.remote.http import CONNECT_S, HttpOrigin
 from baton.telemetry.tasks import BackgroundTasks
-from baton.types.errors import BatonError
+from baton.types.errors import BatonError, UnavailableError
 from baton.types.events import StepDone
 from fleet.attached.sources import ServerEntry
 from fleet.worker.settings import WorkerSettings
@@ -111,29 +110,42 @@ class Attachment:
 
     async def _examine(self) -> ServerFacts | None:
         """Return the properties of the server; None if it leaves meanwhile."""
+        if self.entry.problem:
+            raise UnfitServerError(self.entry.problem)
         if self.entry.role == "prefill" and not self._kind.hand_off:
             raise UnfitServerError(f"{self.entry.label}: role: prefill needs `hand_off: nixl`")
         try:
             async with asyncio.timeout(None) as self._examining:
+                await self._find()
                 return await self._kind.examine(self._origin)
         except TimeoutError:
             return None
         finally:
             self._examining = None
 
+    async def _find(self) -> None:
+        """Choose the address for a life of the worker: later lookups of its name may fail."""
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, found = await asyncio.open_connection(self.entry.host, self._origin.port)
+        except OSError as error:
+            raise UnavailableError(f"no connection to {self._origin.name}: {error!r}") from None
+        peer = found.get_extra_info("peername")
+        found.close()
+        address = f"{peer[0]}%{peer[3]}" if any(peer[3:]) else str(peer[0])  # with the IPv6 zone
+        if address != self.entry.host:
+            self._origin = HttpOrigin.of_url(self.entry.url, self.entry.key, address)
+
     async def _serve(self, facts: ServerFacts) -> None:
         """Run one life of the worker."""
         self.epoch += 1
         events: Endpoints = self.entry.events or ()
         if self.entry.events is None and self._alone_on_host:
-            events = await self._kind.default_events(self.entry.host, facts)
+            events = await self._kind.default_events(self._origin.host, facts)
         past = await self._kind.past_step(self._origin)
-        loop = asyncio.get_running_loop()
-        port = self._origin.port
-        known = await loop.getaddrinfo(self._origin.host, port, type=socket.SOCK_STREAM)
         settings = msgspec.structs.replace(
             self._settings(self.epoch),
-            server=join_address(str(known[0][4][0]), port),
+            server=join_address(self._origin.host, self._origin.port),
             unseen_block_tokens=facts.block_tokens * (facts.blocks > 0 and not events),
         )
         _LOG.info(

@@ -89,15 +89,17 @@ class LaneServers:
     async def follow(self) -> None:
         """Read the source for ever, and attach and drain servers as it changes."""
         while True:
+            before = self.problem
             try:
                 entries = await self._source.read()
-                self.problem = ""
             except (OSError, ValueError) as error:
-                if f"{error}" != self.problem:
-                    self.problem = f"{error}"
-                    _LOG.error("cannot read the list of servers; it stays: %s", error)
+                self.problem = f"cannot read the list of servers: {error}"
             else:
+                self.problem = "" if entries else "the list of servers is empty"
                 self._apply(entries)
+            if self.problem != before:
+                _LOG.warning("%s", self.problem or "the list of servers is read again")
+                self._report()
             await asyncio.sleep(POLL_S)
 
     async def refuse_commands(self) -> None:
@@ -163,10 +165,11 @@ class LaneServers:
                 "phase": one.phase,
                 "epoch": one.epoch,
                 "reason": one.reason,
-                "node": one.entry.label,
             }
             for name, one in self._attachments.items()
         ]
+        if self.problem:  # the supervisor shows it as that of a worker
+            slots += [{"worker_id": "list", "phase": "absent", "epoch": 0, "reason": self.problem}]
         sys.stdout.write(msgspec.json.encode({self._config.fleet: slots}).decode() + "\n")
         sys.stdout.flush()
 

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -10,11 +11,13 @@ import msgspec
 from pydantic import ValidationError
 
 from baton.config.attached import SERVERS, AttachedServer, AttachedServers, refuse_repeated
-from baton.config.secrets import read_text
+from baton.config.secrets import SecretError, read_text
 from baton.config.section import problem_of
 from baton.config.watched_files import WatchedFiles
 from baton.config.yaml_text import YamlTextError, dotted, parse_yaml
 from baton.registry.types import Role
+
+_EMPTY_LOOKUPS = 15  # one after another, every 2 s, that do not count
 
 
 class ServerEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +27,7 @@ class ServerEntry(msgspec.Struct, frozen=True, kw_only=True):
         address: Address to connect to, one of several of the URL's host; empty: the host.
         events: ZeroMQ endpoints of its KV events, each with the one that repeats them, or "";
             None: those of vLLM's default are tried.
+        problem: Reason why it takes no requests, such as a key that cannot be read.
     """
 
     url: str
@@ -33,6 +37,7 @@ class ServerEntry(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     label: str
     drain: bool
+    problem: str = ""
 
     @property
     def name(self) -> str:
@@ -55,6 +60,7 @@ class ServerSource:
     def __init__(self, config: AttachedServers) -> None:
         self._servers = config.list or ()
         self._dns = config.dns
+        self._known = KnownAddresses()
         self._file: WatchedFiles[tuple[AttachedServer, ...]] | None = None
         if (file := config.file) is not None:
             self._file = WatchedFiles((file,), lambda: read_servers(file))
@@ -66,12 +72,34 @@ class ServerSource:
             OSError, ValueError: The source cannot be read; the servers stay as they are.
         """
         if self._dns is not None:
-            return [entry_of(self._dns, address) for address in await _addresses(self._dns)]
+            present = self._known.take(await _addresses(self._dns))
+            return [entry_of(self._dns, address) for address in present]
         servers = self._servers if self._file is None else self._file.current
         return [entry_of(server) for server in servers]
 
 
-async def _addresses(server: AttachedServer) -> list[str]:
+class KnownAddresses:
+    """Addresses of a name: its IPv4 ones, as servers with both families have an address of each.
+
+    A name server that restarts may know none: that counts once it lasts.
+    """
+
+    def __init__(self) -> None:
+        self._present: list[str] = []
+        self._empty_lookups = 0
+
+    def take(self, found: Sequence[str]) -> list[str]:
+        """Return the addresses of servers, after a lookup."""
+        chosen = [address for address in found if ":" not in address]
+        if not any(":" not in known for known in self._present):
+            chosen = chosen or list(found)
+        self._empty_lookups = 0 if chosen else self._empty_lookups + 1
+        if chosen or self._empty_lookups > _EMPTY_LOOKUPS:
+            self._present = sorted(chosen)
+        return self._present
+
+
+async def _addresses(server: AttachedServer) -> Sequence[str]:
     """Return the addresses that a server's host name has now."""
     host = urlsplit(server.url).hostname
     loop = asyncio.get_running_loop()
@@ -81,7 +109,7 @@ async def _addresses(server: AttachedServer) -> list[str]:
         if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", None)):
             return []  # a headless service without ready pods
         raise
-    return sorted({str(address[4][0]) for address in found})
+    return list({str(address[4][0]) for address in found})
 
 
 def read_servers(file: str) -> tuple[AttachedServer, ...]:
@@ -94,10 +122,11 @@ def read_servers(file: str) -> tuple[AttachedServer, ...]:
     text = Path(file).read_text(encoding="utf-8")
     try:
         parsed = parse_yaml(text, "a file of servers", lambda path: path)
-        if parsed.data.keys() - {"servers"}:
-            raise ValueError(f"{file}: only the key `servers` is known, a list")
-        servers = SERVERS.validate_python(tuple(parsed.data.get("servers") or ()))
-    except (YamlTextError, TypeError) as error:
+        given = parsed.data.get("servers")  # an empty file may be half written: it is no list
+        if parsed.data.keys() != {"servers"} or not isinstance(given, list):
+            raise ValueError(f"{file}: must have only the key `servers`, a list (`[]`: none)")
+        servers = SERVERS.validate_python(tuple(given))
+    except YamlTextError as error:
         raise ValueError(f"{file}:{error}") from None
     except ValidationError as error:
         first = error.errors()[0]
@@ -106,18 +135,29 @@ def read_servers(file: str) -> tuple[AttachedServer, ...]:
     return servers
 
 
-def entry_of(server: AttachedServer, address: str = "") -> ServerEntry:
-    """Return a server with its key, at one of the addresses of its host.
+@cache
+def _key_in(file: str) -> WatchedFiles[str]:
+    """Return the key in a file. While the file is wrong, the last good key stays in use."""
 
-    Raises:
-        SecretError: The file of its key cannot be read.
-    """
+    def read() -> str:
+        key = read_text(file, "the key of a server").strip()
+        if not key or not key.isprintable():
+            raise SecretError(f"the key of a server must be one line: {file} has none, or more")
+        return key
+
+    return WatchedFiles((file,), read)
+
+
+def entry_of(server: AttachedServer, address: str = "") -> ServerEntry:
+    """Return a server with its key, at one of the addresses of its host."""
     parts = urlsplit(server.url)
     host = address or parts.hostname or ""
     shown = f"[{host}]" if ":" in host else host
-    key = ""
-    if server.key_file is not None:
-        key = read_text(server.key_file, "the key of a server").strip()
+    key = problem = ""
+    try:
+        key = _key_in(server.key_file).current if server.key_file is not None else ""
+    except SecretError as error:
+        problem = f"{error}"
     events = None
     if server.events is not None:
         replay = server.replay or ("",) * len(server.events)
@@ -134,4 +174,5 @@ def entry_of(server: AttachedServer, address: str = "") -> ServerEntry:
         key=key,
         label=server.label or f"{shown}{port}",
         drain=server.drain,
+        problem=problem,
     )

@@ -11,7 +11,6 @@ import typer
 from pydantic import ValidationError
 
 from baton.config.attached import AttachedServer
-from baton.config.secrets import SecretError
 from baton.config.section import problem_of
 from baton.engine.remote.attached import UnfitServerError
 from baton.engine.remote.http import HttpOrigin
@@ -93,8 +92,10 @@ def of_servers(attach: list[str], model: str | None, key_file: Path | None) -> d
         servers = {AttachedServer(url=url, key_file=key): None for url in attach}
     except ValidationError as error:
         fail(f"--attach: {problem_of(error.errors()[0])}, such as http://gpu-1:8000")
-    with exits_on(ValueError, SecretError, UnfitServerError):
-        entries = map(entry_of, servers)
+    with exits_on(ValueError, UnfitServerError):
+        entries = list(map(entry_of, servers))
+        if problem := entries[0].problem:
+            raise ValueError(problem)
         card = asyncio.run(_card([HttpOrigin.of_url(one.url, one.key) for one in entries]))
     if model is None and not Path(card.root or "").is_dir():
         fail(

@@ -99,7 +99,7 @@ class AttachedPools:
         """Do nothing: the process of the new configuration has no other models."""
 
     def slots(self) -> list[dict[str, Any]]:
-        """Return worker_id, phase, epoch, reason and node of each server that is known."""
+        """Return worker_id, phase, epoch and reason of each server that is known."""
         return [slot for lane in list(self._slots.values()) for slot in lane]
 
     def problem(self) -> str:

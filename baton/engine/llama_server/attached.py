@@ -4,6 +4,7 @@ It cannot keep the caches of tenants apart. So once two tenants that share no ca
 request uses cached prefixes any more; see ``docs/guide/attached.md``.
 """
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -28,6 +29,7 @@ from baton.engine.remote.cached_prefixes import ApproximatePrefixes
 from baton.engine.remote.engine import ResponseReader
 from baton.engine.remote.http import HttpOrigin
 from baton.engine.remote.live_request import LiveRequest, Parameters
+from baton.engine.remote.others import ServerLoad
 from baton.model.artifact import ModelArtifact
 from baton.text.tokenizer import load_tokenizer
 from baton.types import events as ev
@@ -52,6 +54,10 @@ class _Props(msgspec.Struct, frozen=True):
 
 class _Tokens(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]
+
+
+class _Slot(msgspec.Struct, frozen=True):
+    is_processing: bool
 
 
 async def read_facts(origin: HttpOrigin) -> ServerFacts:
@@ -80,6 +86,17 @@ async def read_facts(origin: HttpOrigin) -> ServerFacts:
         block_tokens=BLOCK_TOKENS,
         blocks=props.total_slots * props.default_generation_settings.n_ctx // BLOCK_TOKENS,
     )
+
+
+async def read_load(origin: HttpOrigin) -> ServerLoad:
+    """Return the load by the slots; none if the server, or its loop, does not show them."""
+    try:
+        raw = await origin.fetch("GET", "/slots", _ANSWER_S)
+        slots = msgspec.json.decode(raw, type=tuple[_Slot, ...])
+    except (UnavailableError, msgspec.DecodeError):
+        return ServerLoad(has_queue=False)
+    running = sum(slot.is_processing for slot in slots)
+    return ServerLoad(running, work=zlib.crc32(raw), has_queue=False)
 
 
 async def examine(origin: HttpOrigin, artifact: ModelArtifact) -> ServerFacts:
@@ -141,6 +158,7 @@ class AttachedLlamaServer(AttachedEngine):
         self._is_shared = False  # others have used it, too
         self._watch = ServerWatch(origin, partial(read_facts, origin), facts)
         self._vital(self._watch.watch(lambda: send(messages.Alive()), self._break), "health")
+        self._vital(self._follow_others(partial(read_load, origin)), "load of others")
 
     @cached_property
     def _pieces(self) -> TokenPieces:

@@ -20,6 +20,7 @@ class ServerLoad(NamedTuple):
         running: Sequences that it runs; ``waiting`` those in its queue.
         prompt_tokens: Mean tokens of past prompts; ``computed_tokens`` those that were not cached.
         work: A number that changes whenever the server has computed something.
+        has_queue: Whether ``waiting`` is known.
     """
 
     running: int = 0
@@ -27,6 +28,7 @@ class ServerLoad(NamedTuple):
     prompt_tokens: int = 0
     computed_tokens: int = 0
     work: float = 0.0
+    has_queue: bool = True
 
 
 @dataclass(slots=True)
@@ -105,7 +107,7 @@ class MissingWatch:
         sequences.
         """
         missing = own - load.running - load.waiting
-        if missing <= 0:
+        if missing <= 0 or not load.has_queue:
             self._reports = 0
         elif load.work != self._work:
             self._missing = min(missing, self._missing) if self._reports else missing

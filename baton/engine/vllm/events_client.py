@@ -41,6 +41,7 @@ class KvEventsClient:
         self._order = EventOrder()
         self._gap = asyncio.Event()
         self._context = zmq.asyncio.Context()
+        self._context.setsockopt(zmq.IPV6, "[" in stream)  # with it, names mean their IPv6
 
     def close(self) -> None:
         """Free the sockets; the tasks of ``run`` and ``fill_gaps`` have ended."""

@@ -31,6 +31,8 @@ async def _of_lane(config: FleetConfig) -> list[Finding]:
 
 
 async def _checked(kind: ServerKind, entry: ServerEntry) -> Finding:
+    if entry.problem:
+        return Finding(entry.label, False, entry.problem)
     origin = HttpOrigin.of_url(entry.url, entry.key, entry.address)
     try:
         facts = await kind.examine(origin)

@@ -99,6 +99,8 @@ def test_reports_of_a_server_that_computes_nothing_show_no_missing_sequences():
     watch = MissingWatch()
     assert not any(watch.observe(reported(0, work=7), own=1) for _ in range(60))
     assert not any(watch.observe(reported(9, work=step), own=8) for step in range(60))
+    no_queue = [ServerLoad(1, work=step, has_queue=False) for step in range(60)]
+    assert not any(watch.observe(load, own=8) for load in no_queue), "they wait there"
 
 
 def test_silent_requests_are_those_without_tokens_for_the_longest_time():

@@ -73,6 +73,23 @@ async def test_a_gap_in_the_stream_is_filled_by_a_replay(
     assert not caplog.messages
 
 
+async def test_events_come_from_an_ipv6_address() -> None:
+    context = zmq.asyncio.Context()
+    events = context.socket(zmq.XPUB)
+    events.ipv6 = True
+    port = events.bind_to_random_port("tcp://[::1]")
+    client = KvEventsClient(f"tcp://[::1]:{port}", "")
+    reading = asyncio.create_task(client.run())
+    try:
+        async with asyncio.timeout(5):
+            assert await events.recv() == b"\x01"  # the subscription
+    finally:
+        reading.cancel()
+        await asyncio.wait([reading])
+        client.close()
+        context.destroy(linger=0)
+
+
 async def test_a_replay_that_stops_is_requested_again(
     publisher: Publisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from baton.config.attached import AttachedServers
 from baton.config.load import ConfigError, load_config
-from fleet.attached.sources import ServerEntry, ServerSource, read_servers
+from fleet.attached.sources import KnownAddresses, ServerEntry, ServerSource, read_servers
 
 URL = "http://gpu-1:8000"
 
@@ -55,10 +55,61 @@ async def test_a_changed_file_is_read_again_and_a_wrong_one_is_not_used(tmp_path
     assert [entry.url for entry in await source.read()] == [URL]
     file.write_text(f"servers: [{URL}, http://gpu-2:8000]\n")
     assert len(await source.read()) == 2
-    file.write_text("servers: {}\nothers: []\n")
+    for wrong in ("servers: {}\nothers: []\n", "", "servers:\n", f"servers: {URL}\n"):
+        file.write_text(wrong)
+        assert len(await source.read()) == 2
+    file.unlink()
     assert len(await source.read()) == 2
     file.write_text("servers: []\n")
     assert list(await source.read()) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "found", "present"),
+    [
+        (["10.0.0.2"], ["10.0.0.3", "10.0.0.2"], ["10.0.0.2", "10.0.0.3"]),
+        (["10.0.0.2", "10.0.0.3"], ["10.0.0.3"], ["10.0.0.3"]),
+        ([], ["fd00::2", "10.0.0.2"], ["10.0.0.2"]),  # one server with both families
+        (["fd00::2"], ["fd00::3"], ["fd00::3"]),
+        (["10.0.0.2"], [], ["10.0.0.2"]),  # the name server restarts
+        (["10.0.0.2"], ["fd00::2"], ["10.0.0.2"]),  # only one of both lookups has failed
+    ],
+)
+def test_addresses_are_those_of_a_lookup_that_is_whole(
+    before: list[str], found: list[str], present: list[str]
+) -> None:
+    known = KnownAddresses()
+    known.take(before)
+    for _ in range(15):
+        assert known.take(found) == present
+    for _ in range(2):  # it lasts
+        last = known.take(found)
+    assert last == (present if set(present) & set(found) else found)
+
+
+async def test_a_key_that_is_missing_concerns_one_server_and_a_lost_one_stays(
+    tmp_path: Path,
+) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.write_text("secret\n")
+    bad.write_text("one\nhost: two\n")
+    listed = [
+        URL,
+        {"url": "http://gpu-2:8000", "key_file": str(good)},
+        {"url": "http://gpu-3:8000", "key_file": str(bad)},
+        {"url": "http://gpu-4:8000", "key_file": str(tmp_path / "none")},
+    ]
+    source = ServerSource(servers_of(listed))
+    first, second, third, fourth = await source.read()
+    assert (first.problem, second.problem, second.key) == ("", "", "secret")
+    assert "must be one line" in third.problem and not third.key
+    assert "cannot be read from" in fourth.problem
+    good.write_text("")  # on the way to another one
+    assert (await source.read())[1] == second
+    good.unlink()
+    assert (await source.read())[1] == second
+    good.write_text("another")
+    assert (await source.read())[1].key == "another"
 
 
 @pytest.mark.parametrize(
@@ -89,6 +140,10 @@ def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, text: str, probl
         ({"servers": [{"url": URL, "replay": ["tcp://*:1"]}]}, {}, "replay needs one endpoint"),
         ({"servers": [{"url": URL, "key_file": "k"}]}, {}, "absolute"),
         ({"servers": ["ftp://gpu-1"]}, {}, "must match"),
+        ({"servers": ["http://::1:8000"]}, {}, r"IPv6 is as in http://\[::1\]:8000"),
+        ({"servers": ["http://gpu..1:8000"]}, {}, "url: .*label empty"),
+        ({"servers": ["http://:8000"]}, {}, "url: .*label empty"),
+        ({"servers": [{"url": URL, "events": ["tcp://gpu-1"]}]}, {}, "must match"),
         ({"servers": [{"url": URL, "lable": "a"}]}, {}, "did you mean `label`"),
         ({"servers": [URL]}, {"decode": 2}, "each of which has a role"),
     ],
