@@ -1,8 +1,9 @@
 """The product stays within its budget (``budget.py``)."""
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.house import budget
 from tests.house.imports import ROOT, modules
@@ -17,21 +18,30 @@ def _product() -> list[Path]:
     return [path for name, path in modules().items() if not name.startswith("benchmarks")]
 
 
-def _functions() -> Iterator[tuple[Path, FunctionNode]]:
-    for path in _product():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, FunctionNode):
-                yield path, node
+class _Function(NamedTuple):
+    place: str
+    lines: int
+    parameters: int
+
+
+@cache
+def _functions() -> list[_Function]:
+    return [
+        _Function(
+            f"{path.relative_to(ROOT)}: {node.name}",
+            (node.end_lineno or 0) - node.lineno + 1,
+            _width(node),
+        )
+        for path in _product()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, FunctionNode)
+    ]
 
 
 def _width(function: FunctionNode) -> int:
     arguments = function.args
     names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     return len(names) - (names[:1] in (["self"], ["cls"]))
-
-
-def _named(found: list[tuple[Path, FunctionNode]]) -> str:
-    return "\n".join(f"{path.relative_to(ROOT)}: {function.name}" for path, function in found)
 
 
 def test_the_product_is_within_its_lines() -> None:
@@ -46,14 +56,10 @@ def test_few_files_are_long() -> None:
 
 
 def test_few_functions_are_long() -> None:
-    long = [
-        (path, function)
-        for path, function in _functions()
-        if (function.end_lineno or 0) - function.lineno + 1 > LONG_FUNCTION
-    ]
-    assert len(long) <= budget.LONG_FUNCTIONS, _named(long)
+    long = [each.place for each in _functions() if each.lines > LONG_FUNCTION]
+    assert len(long) <= budget.LONG_FUNCTIONS, "\n".join(long)
 
 
 def test_few_functions_have_many_parameters() -> None:
-    wide = [(path, each) for path, each in _functions() if _width(each) >= WIDE_FUNCTION]
-    assert len(wide) <= budget.WIDE_FUNCTIONS, _named(wide)
+    wide = [each.place for each in _functions() if each.parameters >= WIDE_FUNCTION]
+    assert len(wide) <= budget.WIDE_FUNCTIONS, "\n".join(wide)

@@ -1,7 +1,6 @@
 """The code is unpacked: one thought a line."""
 
 import ast
-from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -11,21 +10,14 @@ from tests.house.packed import packed_assignments, starred_literals
 MAX_PACKED_ASSIGNMENTS = 15
 
 
-def _everywhere(find: Callable[[ast.AST], Iterator[int]]) -> list[str]:
-    return [
-        f"{path.relative_to(ROOT)}:{line}"
-        for path in modules().values()
-        for line in find(ast.parse(path.read_text(encoding="utf-8")))
-    ]
-
-
-def test_no_call_stars_a_literal() -> None:
-    assert _everywhere(starred_literals) == []
-
-
-def test_few_assignments_pack_two_thoughts() -> None:
-    found = _everywhere(packed_assignments)
-    assert len(found) <= MAX_PACKED_ASSIGNMENTS, found
+def test_no_call_stars_a_literal_and_few_assignments_pack_two_thoughts() -> None:
+    starred, packed = [], []
+    for path in modules().values():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        starred += [f"{path.relative_to(ROOT)}:{line}" for line in starred_literals(tree)]
+        packed += [f"{path.relative_to(ROOT)}:{line}" for line in packed_assignments(tree)]
+    assert starred == []
+    assert len(packed) <= MAX_PACKED_ASSIGNMENTS, packed
 
 
 @pytest.mark.parametrize(
