@@ -42,15 +42,13 @@ class WorkerBlocks:
 
     async def publish(self, batch: EventBatch, checksum: int) -> None:
         """Append a batch to the worker's log and stream and update its mark, in one MULTI."""
-        blocks_key, log_key, _ = self._kv_keys(batch.incarnation)
+        _, log_key, _ = self._kv_keys(batch.incarnation)
         stored = b"".join(batch.stored)
         removed = b"".join(batch.removed)
         commands: list[Command] = []
-        if batch.cleared:
-            commands.append(("UNLINK", blocks_key, log_key))
         if stored or removed:
             commands.append(("RPUSH", log_key, msgspec.msgpack.encode((stored, removed))))
-        fields = ("k", "b", "s", stored, "r", removed, "c", int(batch.cleared))
+        fields = ("k", "b", "s", stored, "r", removed, "c", 0)  # readers of 0.1.0 need "c"
         commands += self._stamp(batch.incarnation, batch.sequence, checksum)
         commands += self._live_on(batch.incarnation)
         commands.append(self._append(batch.incarnation, batch.sequence, *fields))
