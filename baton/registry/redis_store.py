@@ -25,7 +25,7 @@ under ``baton:{fleet.lane}:`` for workers, blocks, commands, adapters, tickets a
     audit:…               entries on their way to the file    see ../tenants/audit/inbox.py
     adapters:table        LoRA adapters loaded at run time    see shared_adapters.py
     adapters              the same of an earlier version                   1 day
-    routes                names, golden prompts of models     see shared_routes.py
+    routes                names, golden prompts of models     see shared_tables.py
     gate:…                evidence about a canary             see gates.py
     tickets               the last ticket that a router took               1 day
     routers               hash: router -> its load                         1 minute

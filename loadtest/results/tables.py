@@ -146,7 +146,7 @@ def _verdicts(results: Results) -> list[Text | Group]:
             style="dim",
         )
     ]
-    if client.was_bottleneck:
+    if client.reasons:
         reasons = "; ".join(client.reasons)
         lines.append(Text(f"the client was the bottleneck: {reasons}", style="bold yellow"))
     if summary.uncounted:

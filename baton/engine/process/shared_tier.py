@@ -8,13 +8,13 @@ A folder is listed again when its time of modification changes, as on all POSIX 
 """
 
 import logging
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-from baton.engine.process.tier_files import hashes_in
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,6 +28,11 @@ class OtherBlocks(NamedTuple):
 
     stored: Sequence[bytes]
     removed: Sequence[bytes]
+
+
+SUFFIX = ".kv"
+NAME = re.compile(r"[0-9a-f]{32}" + re.escape(SUFFIX))
+"""Name of a complete file: its block hash."""
 
 
 class _Listing(NamedTuple):
@@ -129,3 +134,10 @@ class FolderWatch:
             if changes.stored or changes.removed:
                 self._report(changes)
             pause_s = max(_LOOK_S, _PAUSES * (time.monotonic() - began_s))
+
+
+def hashes_in(folder: Path) -> list[bytes]:
+    """Return the hashes of the blocks in a folder; files of others are skipped."""
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if NAME.fullmatch(entry.name)]
+    return [bytes.fromhex(name.removesuffix(SUFFIX)) for name in names]

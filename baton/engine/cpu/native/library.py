@@ -26,6 +26,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from baton.engine.compiled import Functions, compiled, compiler, cpu_flags, declared
 
 SOURCES = (
@@ -217,3 +219,10 @@ _FUNCTIONS: Functions = {
 
 if __name__ == "__main__":
     sys.stdout.write(f"CPU kernels: {description()}\n")
+
+
+def job_threads() -> int:
+    """Return torch's threads, or more if idle cores are borrowed (``engine/cpu/cores.py``)."""
+    library = load()
+    own = torch.get_num_threads()
+    return own if library is None else int(library.baton_threads(own))
