@@ -59,6 +59,9 @@ _LOG = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
 """Time after a signal for other workers to resume the requests that run here."""
+GIVES_S = 0.5
+"""Time that workers which resume requests have to pull KV from the cache here."""
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +74,6 @@ class _Parts:
     publishers: Publishers
     registry: Registry
     time: WorkerTime
-
-
-GIVES_S = 0.5
-"""Time that workers which resume requests have to pull KV from the cache here."""
-_POLL_S = 0.05
 
 
 class Worker:
@@ -322,10 +320,6 @@ def main() -> None:
     exit_process(asyncio.run(serve(settings)))
 
 
-if __name__ == "__main__":
-    main()
-
-
 async def drained(
     busy: Callable[[], bool], timeout_s: float, hurried: asyncio.Event | None = None
 ) -> bool:
@@ -346,3 +340,7 @@ async def drained(
         elif now_s >= idle_from_s:
             return True
         await asyncio.sleep(_POLL_S)
+
+
+if __name__ == "__main__":
+    main()

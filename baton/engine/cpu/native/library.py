@@ -217,12 +217,12 @@ _FUNCTIONS: Functions = {
 """Result and arguments of the library's functions."""
 
 
-if __name__ == "__main__":
-    sys.stdout.write(f"CPU kernels: {description()}\n")
-
-
 def job_threads() -> int:
     """Return torch's threads, or more if idle cores are borrowed (``engine/cpu/cores.py``)."""
     library = load()
     own = torch.get_num_threads()
     return own if library is None else int(library.baton_threads(own))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"CPU kernels: {description()}\n")
