@@ -18,6 +18,10 @@ from typing import NamedTuple
 
 _LOG = logging.getLogger(__name__)
 
+SUFFIX = ".kv"
+NAME = re.compile(r"[0-9a-f]{32}" + re.escape(SUFFIX))
+"""Name of a complete file: its block hash."""
+
 _LOOK_S = 1.0  # at least the granularity of times of modification
 _PAUSES = 50  # least time between two looks, in durations of the last one
 _LAST_LOOK_S = 2.0
@@ -28,11 +32,6 @@ class OtherBlocks(NamedTuple):
 
     stored: Sequence[bytes]
     removed: Sequence[bytes]
-
-
-SUFFIX = ".kv"
-NAME = re.compile(r"[0-9a-f]{32}" + re.escape(SUFFIX))
-"""Name of a complete file: its block hash."""
 
 
 class _Listing(NamedTuple):
@@ -53,12 +52,8 @@ class OtherFolders:
         self._own = folder
         self._key = key
         self._listings: dict[Path, _Listing] = {}
-        self._folder_of: dict[bytes, Path] = {}
+        self.folder_of: dict[bytes, Path] = {}  # of each block at the last look
         self._problems: set[str] = set()
-
-    def folder_of(self, block_hash: bytes) -> Path | None:
-        """Return the folder that had a block at the last look."""
-        return self._folder_of.get(block_hash)
 
     def folders(self) -> list[Path]:
         """Return the folders of other workers that may have exchangeable blocks.
@@ -86,10 +81,10 @@ class OtherFolders:
                 self._warn(error)
         if listings == self._listings:
             return OtherBlocks((), ())
-        before = self._folder_of
+        before = self.folder_of
         after = {name: folder for folder, one in listings.items() for name in one.hashes}
         self._listings = listings
-        self._folder_of = after
+        self.folder_of = after
         return OtherBlocks([*(after.keys() - before.keys())], [*(before.keys() - after.keys())])
 
     def _warn(self, error: OSError) -> None:

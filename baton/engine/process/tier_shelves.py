@@ -207,7 +207,7 @@ class DiskShelf:
         """
         path = self._path(block_hash)
         if place == ELSEWHERE:
-            folder = self.others.folder_of(block_hash) if self.others is not None else None
+            folder = self.others.folder_of.get(block_hash) if self.others is not None else None
             if folder is None:
                 raise BlockGoneError(f"{path.name} of another worker")
             path = folder / path.name
