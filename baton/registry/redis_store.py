@@ -54,10 +54,9 @@ from redis.exceptions import (
     RedisError,
 )
 
-from baton.registry.commands import Command, slices
 from baton.registry.connection import RedisUrlError, open_redis, reconnect
 from baton.registry.types import TIERS, WorkerRecord, tier_incarnation
-from baton.registry.worker_blocks import WorkerBlocks
+from baton.registry.worker_blocks import Command, WorkerBlocks, slices
 from baton.types.lanes import whole_fleet
 
 SLOT_TTL_S = 60.0
