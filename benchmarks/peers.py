@@ -496,7 +496,7 @@ async def _until_listening(client: httpx.AsyncClient, url: str, limit_s: float) 
 
 def token_of_each_word() -> dict[str, int]:
     """Return the words that are one token with the space before them."""
-    tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer_source())
+    tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer)
     ids = {word: tokenizer.backend.encode(f" {word}").ids for word in VOCABULARY}
     return {word: tokens[0] for word, tokens in ids.items() if len(tokens) == 1}
 

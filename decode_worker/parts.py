@@ -9,7 +9,7 @@ from baton.telemetry.metrics import Metrics
 from baton.telemetry.tracing import Tracing
 from decode_worker.pacing import ReceivePacer
 from decode_worker.peers import Peers
-from kvtransfer.rank_pools import KvPools
+from kvtransfer.rank_pools import RankPools
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class WorkerParts:
     """Engine of a worker, and the parts around it."""
 
     engine: EngineHandle
-    pool: KvPools
+    pool: RankPools
     peers: Peers
     identity: common_pb2.WorkerIdentity
     eos_token_ids: tuple[int, ...]

@@ -27,9 +27,8 @@ from baton.types.errors import (
     UnavailableError,
 )
 from baton.types.events import StepDone
-from baton.wire.codecs import error_to_wire
+from baton.wire.codecs import error_to_wire, scatter
 from baton.wire.compatibility import WIRE_MAX, WIRE_MIN
-from baton.wire.router_frames import scatter
 from baton.wire.tokens import pack_tokens
 from baton.wire.worker_status import engine_status
 from decode_worker.parts import WorkerParts

@@ -16,7 +16,7 @@ from baton.wire.codecs import error_to_wire
 from kvtransfer import chunk
 from kvtransfer.kv_slice import MOST_FRAME_BYTES, KvSlice
 from kvtransfer.lent_pages import page_digest
-from kvtransfer.rank_pools import KvPools
+from kvtransfer.rank_pools import RankPools
 from kvtransfer.sender import Action, HandoffSender, SenderState
 
 Key = tuple[str, int, int, bytes]
@@ -65,7 +65,7 @@ class PoolSource:
 
     def __init__(
         self,
-        pool: KvPools,
+        pool: RankPools,
         incarnation: bytes,
         find: Callable[[Key], HeldKv | None],
         note_sent: Callable[[int], None] = lambda _: None,

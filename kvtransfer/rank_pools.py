@@ -9,7 +9,6 @@ written into every pool that has these heads.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from baton.engine.core.split import owned_heads, rank_geometries
 from baton.types.geometry import KvGeometry
@@ -17,23 +16,12 @@ from kvtransfer.chunk import PoolView
 from kvtransfer.kv_slice import KvSlice
 
 
-class KvPools(Protocol):
-    """The pools that hold a replica's KV."""
-
-    @property
-    def geometry(self) -> KvGeometry:
-        """Geometry of the whole replica, with all heads of the model."""
-
-    @property
-    def parts(self) -> Sequence[range]:
-        """Heads that lie together, in order; no slice extends beyond one of them."""
-
-    def holding(self, kv_slice: KvSlice) -> Sequence[PoolView]:
-        """Return the pools with these heads; once written, their bytes are equal."""
-
-
 class RankPools:
     """The pools of all ranks of a replica.
+
+    Attributes:
+        geometry: Geometry of the whole replica, with all heads of the model.
+        parts: Heads that lie together, in order; no slice extends beyond one of them.
 
     Args:
         memory: One pool with all heads, or one for each rank, the leader's first.
@@ -51,7 +39,7 @@ class RankPools:
         ]
 
     def holding(self, kv_slice: KvSlice) -> Sequence[PoolView]:
-        """Return the pools with these heads."""
+        """Return the pools with these heads; once written, their bytes are equal."""
         return [view for own, view in self._views if _has(own, kv_slice)]
 
 

@@ -39,10 +39,6 @@ class RateSearch:
             return None
         return float((met.rate * missed) ** 0.5)
 
-    def add(self, point: SearchPoint) -> None:
-        """Add the result of a rate."""
-        self.points.append(point)
-
     @property
     def best(self) -> SearchPoint | None:
         """Highest rate that met the SLO below every rate that missed it."""

@@ -9,14 +9,14 @@ from baton.engine.process.handle import EngineHandle
 from baton.telemetry.metrics import Metrics
 from baton.wire.codecs import first_tokens_to_wire
 from kvtransfer import sender
-from kvtransfer.rank_pools import KvPools
+from kvtransfer.rank_pools import RankPools
 from prefill_worker.handoff import SentHandoff
 
 
 class Announcer:
     """Announces KV, first tokens and the commit record, and releases blocks."""
 
-    def __init__(self, engine: EngineHandle, pool: KvPools, metrics: Metrics) -> None:
+    def __init__(self, engine: EngineHandle, pool: RankPools, metrics: Metrics) -> None:
         self._engine = engine
         self._heads = pool.geometry.num_kv_heads
         self._metrics = metrics
@@ -38,7 +38,7 @@ class Announcer:
                     self._announce(handoff, action)
                 case sender.AnnounceFirst():
                     for message in first_tokens_to_wire(action.done, handoff.prompt_outputs):
-                        handoff.send(pb.PrefillEvent(first_tokens=message))
+                        handoff.events.put_nowait(pb.PrefillEvent(first_tokens=message))
                 case sender.AnnounceCommit():
                     record = pb.CommitRecord(
                         rectangles=action.rectangles,
@@ -46,13 +46,13 @@ class Announcer:
                         valid_tokens=action.valid_tokens,
                         manifest_digest=action.manifest,
                     )
-                    handoff.send(pb.PrefillEvent(commit=record))
+                    handoff.events.put_nowait(pb.PrefillEvent(commit=record))
                 case sender.GiveBack():
                     self._give_back(handoff, action)
 
     def _announce(self, handoff: SentHandoff, action: sender.Announce) -> None:
         published = action.kv_slice.to_published(self._heads)
-        handoff.send(pb.PrefillEvent(published=published))
+        handoff.events.put_nowait(pb.PrefillEvent(published=published))
 
     def _give_back(self, handoff: SentHandoff, action: sender.GiveBack) -> None:
         if action.overdue:

@@ -46,11 +46,3 @@ class SentHandoff:
     def is_open(self) -> bool:
         """True while the KV may be announced and read."""
         return self.machine.state is sender.SenderState.OPEN
-
-    def begin_again(self) -> None:
-        """Start over for another stream, which has received nothing yet."""
-        self.events = asyncio.Queue()
-
-    def send(self, event: pb.PrefillEvent) -> None:
-        """Send an event to decode."""
-        self.events.put_nowait(event)

@@ -36,7 +36,7 @@ from baton.wire.submission import submit_from_wire
 from baton.wire.tokens import unpack_tokens
 from kvtransfer import sender
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
-from kvtransfer.rank_pools import KvPools
+from kvtransfer.rank_pools import RankPools
 from prefill_worker.announcer import Announcer
 from prefill_worker.handoff import CachePuller, SentHandoff
 
@@ -59,7 +59,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def __init__(
         self,
         engine: EngineHandle,
-        pool: KvPools,
+        pool: RankPools,
         identity: common_pb2.WorkerIdentity,
         capabilities: common_pb2.Capabilities,
         metrics: Metrics,
@@ -140,7 +140,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         key = (start.request_id, start.attempt, start.generation, start.decode_incarnation)
         existing = self._handoffs.get(key)
         if existing is not None and existing.is_open:  # the decode worker has reconnected
-            existing.begin_again()
+            existing.events = asyncio.Queue()  # for another stream, which has received nothing yet
             existing.machine.renew(ALIVE.now_ns())
             self._announcer.perform(existing, existing.machine.replay())
             return existing, True

@@ -14,7 +14,6 @@ from router.routing.checks.images import Images
 from router.routing.peers.share_feed import ShareFeed
 from router.routing.placement.index_feed import IndexFeeder
 from router.routing.placement.prefix_index import PrefixIndex
-from router.routing.placement.worker_load import fitted_rates
 from router.routing.reports.worker_cells import WorkerCells
 from router.routing.requests.gateway import Gateway
 from router.routing.requests.observer import Observer
@@ -61,7 +60,9 @@ class Lane:
         self.gateway = gateway = Gateway(
             core, settings, model.tokenizer, sources.directory, self.prefix_index, self.observer
         )
-        self.observer.fitted = lambda worker_id: fitted_rates(gateway.workers.get(worker_id))
+        self.observer.fitted = lambda worker_id: (
+            link.status if (link := gateway.workers.link(worker_id)) is not None else None
+        )
         self.worker_cells = WorkerCells(gateway.workers)
         self.grammars = GrammarChecker(model.vocabulary, metrics)
         self.images = Images(model, gateway.workers, core.settings.clients.images)

@@ -63,7 +63,7 @@ class ServedModel:
         self.names = tuple(names)
         self.adapters = adapters or AdapterTable(artifact.config, self.names)
         self.max_context_tokens = max_context_tokens or limit
-        self.tokenizer: TextTokenizer = load_tokenizer(artifact.tokenizer_source())
+        self.tokenizer: TextTokenizer = load_tokenizer(artifact.tokenizer)
         self.vocab_size = artifact.config.vocab_size
         source = chat_template or artifact.chat_template
         with_tools = None if chat_template else artifact.tool_template
@@ -145,11 +145,6 @@ class ServedModel:
         """Return the version of the model or of an adapter: the shortened digest of its weights."""
         entry = None if name in self.names else self.adapters.find(name)
         return self.version if entry is None else entry.digest[:12]
-
-    @property
-    def hidden_size(self) -> int:
-        """Length of a hidden state and of an embedding."""
-        return self.artifact.config.hidden_size
 
     def encode_prompt(
         self,

@@ -11,7 +11,7 @@ from baton.registry.gates import SharedGates
 from baton.registry.redis_store import Registry
 from baton.registry.router_demands import RouterDemands
 from baton.registry.shared_adapters import SharedAdapters
-from baton.registry.shared_routes import SharedRoutes
+from baton.registry.shared_tables import SharedRoutes
 from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.registry.workers import RegistryWatcher
 from baton.tenants.audit.inbox import AuditInbox

@@ -90,14 +90,12 @@ def _validated(
     try:
         return FleetConfig.model_validate(data)
     except ValidationError as error:
-        found = sorted(error.errors(), key=lambda item: _line_of(item, source))
+        found = sorted(
+            error.errors(),
+            key=lambda item: source.lines.get(_known_path(item["loc"], source), math.inf),
+        )
         lines = [_explain(item, source, changes, said_by) for item in found]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
-
-
-def _line_of(item: Any, source: _Source) -> float:
-    """Return the line of a problem; infinity for a default, which has none."""
-    return source.lines.get(_known_path(item["loc"], source), math.inf)
 
 
 def _explain(item: Any, source: _Source, changes: Mapping[str, object], said_by: str) -> str:

@@ -43,10 +43,6 @@ class WorkerTiming(msgspec.Struct, frozen=True, kw_only=True):
                 total_s += self.prompt_token_s * count + self.prompt_context_s * pairs
         return total_s
 
-    def growth_s(self, rows: Sequence[PlanRow]) -> float:
-        """Return the growth of the step time per step if all rows decode."""
-        return self.answer_context_s * len(rows)
-
     def prompt_s(self, tokens: int, cached_tokens: int = 0) -> float:
         """Return the time of a prompt computed alone, without the constant of each step."""
         pairs = (tokens * tokens - cached_tokens * cached_tokens) / 2

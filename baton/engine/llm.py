@@ -83,7 +83,7 @@ class LLM:
         speculation: Speculation | None = None,
     ) -> None:
         self.artifact = resolve_model(reference)
-        self.tokenizer = load_tokenizer(self.artifact.tokenizer_source())
+        self.tokenizer = load_tokenizer(self.artifact.tokenizer)
         settings = EngineSettings(
             model=reference,
             device=device or default_device(),

@@ -78,10 +78,6 @@ class ModelArtifact:
         """16 bytes over the config and every byte of the weight files. The first access is slow."""
         return _digest_files(self.config, self.weight_files)
 
-    def tokenizer_source(self) -> TokenizerSource:
-        """Return the text of ``tokenizer.json``, or a GGUF file's ``tokenizer.*`` metadata."""
-        return self.tokenizer
-
 
 def resolve_model(
     reference: str,

@@ -7,8 +7,8 @@ idle fleet forgets.
 from collections.abc import Mapping
 from math import exp
 
-from baton.planner.state import PromptLine
 from baton.registry.types import PromptSum, WorkDemand
+from baton.types.step_lines import PromptLine
 
 MEMORY_S = 30.0
 """Time in which the weight of what was observed falls to 1 / e."""

@@ -24,10 +24,8 @@ from baton.planner.sizes import SizePlanner, WantedSizes
 from baton.planner.state import (
     PREFILL_SHARE,
     Decision,
-    DecodeLine,
     Figures,
     Nothing,
-    PromptLine,
     Resize,
     RoleChange,
     WorkerState,
@@ -36,6 +34,7 @@ from baton.planner.state import (
 )
 from baton.registry.types import PromptSum, Role, WorkDemand
 from baton.types.slo import Slo
+from baton.types.step_lines import DecodeLine, PromptLine
 
 DECODE_SHARE = 0.85
 """Share of the ITL limit for which decode workers are planned."""
@@ -202,7 +201,7 @@ class Planner:
         rows = line.rows_within(limit_s, context)
         if rows > self._max_streams:
             rows = self._max_streams
-            limit_s = line.seconds(rows, context)
+            limit_s = line.seconds(rows, rows * context)
         return rows / limit_s / output_tokens
 
     def _waiting_s(self, line: PromptLine, miss_share: float) -> float:

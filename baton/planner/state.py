@@ -6,40 +6,13 @@ import msgspec
 from batonpb.common_pb2 import WorkerStatus
 
 from baton.registry.types import Role
+from baton.types.step_lines import DecodeLine, PromptLine
 
 PREFILL_SHARE = 0.85
 """Share of a prefill worker's time up to which its queue stays short."""
 
 _WARM_STEPS = 64
 _LEAST_STEPS = 2
-
-
-class PromptLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of a prompt token: ``token_s`` plus ``context_s`` per token before it."""
-
-    token_s: float = 0.0
-    context_s: float = 0.0
-
-    def seconds(self, tokens: float, context: float) -> float:
-        """Return the time of prompt tokens with this sum of tokens before each."""
-        return tokens * self.token_s + context * self.context_s
-
-
-class DecodeLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of a decode step: ``step_s + row_s * rows + context_s * tokens in their contexts``."""
-
-    step_s: float = 0.0
-    row_s: float = 0.0
-    context_s: float = 0.0
-
-    def seconds(self, rows: float, context_tokens: float) -> float:
-        """Return the time of a step with so many rows of this context."""
-        return self.step_s + rows * (self.row_s + self.context_s * context_tokens)
-
-    def rows_within(self, limit_s: float, context_tokens: float) -> float:
-        """Return the number of rows of this context whose step takes ``limit_s``."""
-        row_s = self.row_s + self.context_s * context_tokens
-        return max(limit_s - self.step_s, 0.0) / row_s if row_s else 0.0
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,12 +46,8 @@ def state_of(worker_id: str, role: Role, report: WorkerStatus, max_streams: int)
         worker_id=worker_id,
         role=role,
         steps=report.steps,
-        prompt_line=PromptLine(token_s=token_s, context_s=report.prefill_context_s),
-        decode_line=DecodeLine(
-            step_s=report.decode_base_s,
-            row_s=report.decode_row_s,
-            context_s=report.decode_context_s,
-        ),
+        prompt_line=PromptLine(token_s, report.prefill_context_s),
+        decode_line=DecodeLine(report.decode_base_s, report.decode_row_s, report.decode_context_s),
         streams=report.answering,
         queued_tokens=report.queued_prompt_tokens,
         max_streams=max_streams,

@@ -71,8 +71,6 @@ class FeedMachine:
             self._missed(entry.incarnation)
             return []
         track.sequence = entry.sequence
-        if entry.cleared:
-            track.checksum = 0
         track.checksum = hashes_checksum((*entry.removed, *entry.stored), track.checksum)
         return [entry]
 

@@ -41,22 +41,14 @@ class HashLedger:
         self.needs_snapshot = False
         self._stored: dict[bytes, None] = {}  # ordered
         self._removed: dict[bytes, None] = {}
-        self._cleared = False
 
     @property
     def pending(self) -> bool:
         """True if anything is left to publish."""
-        return bool(self.needs_snapshot or self._cleared or self._stored or self._removed)
+        return bool(self.needs_snapshot or self._stored or self._removed)
 
-    def change(
-        self, stored: Iterable[bytes] = (), removed: Iterable[bytes] = (), cleared: bool = False
-    ) -> None:
-        """Record changes, in the order ``cleared``, ``removed``, ``stored``."""
-        if cleared and (self.hashes or self._removed):
-            self.hashes.clear()
-            self._stored.clear()
-            self._removed.clear()
-            self._cleared = True
+    def change(self, stored: Iterable[bytes] = (), removed: Iterable[bytes] = ()) -> None:
+        """Record changes, in the order ``removed``, ``stored``."""
         for block_hash in removed:
             if block_hash in self.hashes:
                 self.hashes.remove(block_hash)
@@ -75,30 +67,23 @@ class HashLedger:
         self.needs_snapshot = True
         self._stored.clear()
         self._removed.clear()
-        self._cleared = False
 
     def take_batch(self) -> EventBatch:
         """Take the next batch of at most ``BATCH_HASHES`` hashes."""
         removed = _take(self._removed, BATCH_HASHES)
         stored = _take(self._stored, BATCH_HASHES - len(removed))
         self.sequence += 1
-        if self._cleared:
-            self.checksum = self.taken_hashes = 0
-            self.values = self.batches = self._logged_hashes = 0
         if stored or removed:
             self.batches += 1
             self._logged_hashes += len(stored) + len(removed)
         self.checksum = hashes_checksum((*removed, *stored), self.checksum)
         self.taken_hashes += len(stored) - len(removed)
-        batch = EventBatch(
+        return EventBatch(
             incarnation=self.incarnation,
             sequence=self.sequence,
             stored=stored,
             removed=removed,
-            cleared=self._cleared,
         )
-        self._cleared = False
-        return batch
 
     def take_snapshot(self) -> Snapshot:
         """Take the whole set, under the next number."""
@@ -161,11 +146,9 @@ class KvEventPublisher:
         """Start publishing. Needs a running event loop."""
         self._tasks.keep(self._run, "kv events")
 
-    def publish(
-        self, stored: Sequence[bytes] = (), removed: Sequence[bytes] = (), cleared: bool = False
-    ) -> None:
-        """Publish that blocks were stored, removed, or all cleared. From the loop's thread only."""
-        self._ledger.change(stored, removed, cleared)
+    def publish(self, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:
+        """Publish that blocks were stored and removed. From the loop's thread only."""
+        self._ledger.change(stored, removed)
         if self._ledger.pending:
             self._wake.set()
 

@@ -25,7 +25,7 @@ under ``baton:{fleet.lane}:`` for workers, blocks, commands, adapters, tickets a
     audit:…               entries on their way to the file    see ../tenants/audit/inbox.py
     adapters:table        LoRA adapters loaded at run time    see shared_adapters.py
     adapters              the same of an earlier version                   1 day
-    routes                names, golden prompts of models     see shared_routes.py
+    routes                names, golden prompts of models     see shared_tables.py
     gate:…                evidence about a canary             see gates.py
     tickets               the last ticket that a router took               1 day
     routers               hash: router -> its load                         1 minute
@@ -54,10 +54,9 @@ from redis.exceptions import (
     RedisError,
 )
 
-from baton.registry.commands import Command, slices
 from baton.registry.connection import RedisUrlError, open_redis, reconnect
 from baton.registry.types import TIERS, WorkerRecord, tier_incarnation
-from baton.registry.worker_blocks import WorkerBlocks
+from baton.registry.worker_blocks import Command, WorkerBlocks, slices
 from baton.types.lanes import whole_fleet
 
 SLOT_TTL_S = 60.0

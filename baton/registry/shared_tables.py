@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from baton.registry.redis_store import Registry
+from baton.types.routes import RouteTable
 from baton.types.versioned import Versioned
 
 # KEYS: table. ARGV: version that the router has, parts. Returns the version, Redis' time in ms,
@@ -92,3 +93,10 @@ class VersionedTable(Generic[TableT]):
             msgspec.DecodeError: It is not one.
         """
         return msgspec.json.decode(raw, type=self._kind)
+
+
+class SharedRoutes(VersionedTable[RouteTable]):
+    """Key ``routes``: the routes of names, and the golden prompts of models."""
+
+    def __init__(self, registry: Registry) -> None:
+        super().__init__(registry, "routes", RouteTable, {"table": "names", "golden": "golden"})

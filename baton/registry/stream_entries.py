@@ -33,7 +33,6 @@ def parse_entry(fields: dict[bytes, bytes]) -> StreamEntry | None:
                 sequence=sequence,
                 stored=_split(fields[b"s"]),
                 removed=_split(fields[b"r"]),
-                cleared=fields[b"c"] == b"1",
             )
     except (KeyError, ValueError):
         return None  # another version: the gap in the sequence is noticed later

@@ -57,7 +57,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Hashes of the blocks that a worker stored and removed since its last batch.
 
-    Apply in the order ``cleared``, ``removed``, ``stored``. Batches of one incarnation are numbered
+    Apply ``removed`` before ``stored``. Batches of one incarnation are numbered
     1, 2, 3 ...; a gap means that a batch was lost and a snapshot is needed.
     """
 
@@ -65,7 +65,6 @@ class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     stored: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
-    cleared: bool = False
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

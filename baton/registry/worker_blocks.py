@@ -4,18 +4,29 @@
 """
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import Any, TypeVar
 
 import msgspec
 
 from baton.registry import event_streams
-from baton.registry.commands import Command, slices
 from baton.registry.event_streams import BOUND, EventStreams
 from baton.registry.stream_entries import parse_mark, with_log
 from baton.registry.types import HASH_BYTES, INCARNATION_BYTES, EventBatch, Snapshot
 
+Command = tuple[Any, ...]
+_Item = TypeVar("_Item")
+
 KV_TTL_S = 60.0
+_SLICE = 128  # workers whose keys are read at once: takes less than a millisecond
 CHUNK_HASHES = 65_536  # hashes of a worker's set in one value: 1 MiB
 CHUNK_BYTES = CHUNK_HASHES * HASH_BYTES
 BATCH_HASHES = 2048  # hashes in one stream entry: 32 KiB
@@ -42,15 +53,13 @@ class WorkerBlocks:
 
     async def publish(self, batch: EventBatch, checksum: int) -> None:
         """Append a batch to the worker's log and stream and update its mark, in one MULTI."""
-        blocks_key, log_key, _ = self._kv_keys(batch.incarnation)
+        _, log_key, _ = self._kv_keys(batch.incarnation)
         stored = b"".join(batch.stored)
         removed = b"".join(batch.removed)
         commands: list[Command] = []
-        if batch.cleared:
-            commands.append(("UNLINK", blocks_key, log_key))
         if stored or removed:
             commands.append(("RPUSH", log_key, msgspec.msgpack.encode((stored, removed))))
-        fields = ("k", "b", "s", stored, "r", removed, "c", int(batch.cleared))
+        fields = ("k", "b", "s", stored, "r", removed, "c", 0)  # readers of 0.1.0 need "c"
         commands += self._stamp(batch.incarnation, batch.sequence, checksum)
         commands += self._live_on(batch.incarnation)
         commands.append(self._append(batch.incarnation, batch.sequence, *fields))
@@ -191,3 +200,8 @@ class WorkerBlocks:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
+
+
+def slices(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+    """Yield slices that are small enough not to block the event loop for long."""
+    return (items[at : at + _SLICE] for at in range(0, len(items), _SLICE))

@@ -103,7 +103,9 @@ class Histogram(Collector):
                 sums[key] = [a + b for a, b in zip(sums.get(key, [0.0] * size), added, strict=True)]
                 for index, kept in exemplars:
                     at = (*key, next((place for place in places if place >= index), -1))
-                    latest[at] = max(kept, latest.get(at, kept), key=_time_of)
+                    latest[at] = max(
+                        kept, latest.get(at, kept), key=lambda each: float(each.timestamp or 0)
+                    )
         family = Metric(name, text, "histogram")
         texts = [str(floatToGoString(bound)) for bound in (*bounds, _INFINITE)]  # type: ignore[no-untyped-call]
         for items, total in sums.items():
@@ -119,10 +121,6 @@ class Histogram(Collector):
             family.add_sample(f"{name}_count", labels, counts[-1])
             family.add_sample(f"{name}_sum", labels, total[-1])
         return family
-
-
-def _time_of(exemplar: Exemplar) -> float:
-    return float(exemplar.timestamp or 0)
 
 
 def add_up(

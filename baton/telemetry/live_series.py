@@ -98,12 +98,12 @@ _COUNTED = ("generated_tokens", "prompt_tokens", "ended", "failed", "refused", "
 
 
 class LiveSeries:
-    """Ring of the latest ``limit`` samples."""
+    """Ring of the latest ``limit`` samples; ``last`` is the number of the latest, at first 0."""
 
     def __init__(self, limit: int = 600) -> None:
         self._samples: deque[Sample] = deque(maxlen=limit)
         self._open = _Open()
-        self._number = 0
+        self.last = 0
         self._closed_at_s: float | None = None
 
     def first_token(self, wait_s: float) -> None:
@@ -155,11 +155,11 @@ class LiveSeries:
         self._open = _Open()
         took_s = 1.0 if self._closed_at_s is None else max(at_s - self._closed_at_s, 1e-3)
         self._closed_at_s = at_s
-        self._number = max(self._number + 1, round(at_s))
+        self.last = max(self.last + 1, round(at_s))
         ttft_p50_s, ttft_p99_s = now.ttft.percentiles()
         itl_p50_s, itl_p99_s = now.itl.percentiles()
         sample = Sample(
-            number=self._number,
+            number=self.last,
             at_s=round(at_s, 3),
             took_s=round(took_s, 3),
             ttft_p50_s=ttft_p50_s,
@@ -176,11 +176,6 @@ class LiveSeries:
         )
         self._samples.append(sample)
         return sample
-
-    @property
-    def last(self) -> int:
-        """Number of the latest sample; 0 before the first."""
-        return self._number
 
     def after(self, number: int) -> list[Sample]:
         """Return the kept samples after ``number``; 0 returns all."""

@@ -376,7 +376,7 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_adapter_evictions": _count("LoRA adapters evicted from memory.", "adapter"),
     "baton_adapter_load_seconds": _seconds("Time to read and prepare a LoRA adapter."),
     "baton_model_load_seconds": _gauge("Time to load the weights."),
-    "baton_kv_events": _count("KV events published: stored, removed, cleared.", "kind"),
+    "baton_kv_events": _count("KV events published: stored, removed.", "kind"),
     "baton_worker_asleep": _gauge("1 while the memory of the KV pool is given back."),
     "baton_kv_snapshots": _count("Full sets of block hashes published after a Redis failure."),
 }

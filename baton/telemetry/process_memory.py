@@ -22,8 +22,12 @@ for more than 200 ms.
 WORKER_OBJECTS = 20_000
 """New objects after which a worker does so: it has few others, and hand-offs leave some cycles."""
 
-_M_ARENA_MAX = -8  # from malloc.h
+_M_ARENA_MAX = -8  # this and the next two from malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 _ARENAS = 2
+_MMAP_ABOVE_BYTES = 32 << 20  # largest value that glibc accepts
+_KEPT_BYTES = 128 << 20  # free memory kept at the end of the heap: twice what may be in flight
 _OWN_FILES = 256  # files and sockets that are not clients
 
 
@@ -67,3 +71,15 @@ def allow_connections(count: int, handshakes: int = 0) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     if wanted < count:
         _LOG.warning("limit of open files is below clients.max_connections=%d: %d", count, wanted)
+
+
+def keep_message_memory() -> None:
+    """Let this process reuse the memory of gRPC messages, if the C library is glibc.
+
+    By default glibc returns it to the system with each message of some MiB, and the next one's
+    pages are zeroed and mapped anew: a quarter to a third of the CPU time of KV transfer by gRPC.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

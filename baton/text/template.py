@@ -72,7 +72,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.clock: ContextVar[_Clock] = ContextVar("clock")
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
+        self.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
 
     def check_time(self) -> None:
         self.clock.get().check()
@@ -101,10 +101,6 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)
 
 
 def _to_json(

@@ -12,8 +12,8 @@ def check_same_vocabulary(main: ModelArtifact, draft: ModelArtifact) -> None:
         raise ModelError(f"{names}: vocabulary has {draft.config.vocab_size} tokens, not {size}")
     if draft.tokenizer_digest == main.tokenizer_digest:
         return
-    ours = load_tokenizer(main.tokenizer_source())
-    theirs = load_tokenizer(draft.tokenizer_source())
+    ours = load_tokenizer(main.tokenizer)
+    theirs = load_tokenizer(draft.tokenizer)
     for token_id in range(size):
         if ours.token_bytes(token_id) != theirs.token_bytes(token_id):
             raise ModelError(

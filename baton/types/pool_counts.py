@@ -13,12 +13,12 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: int = 0
 
 
-class TierCounts(msgspec.Struct, frozen=True, kw_only=True):
+class TierCounts(msgspec.Struct, kw_only=True):
     """Counters of a tier in blocks; all but the first three since the start."""
 
     name: str
-    places: int
-    held: int
+    places: int = 0
+    held: int = 0
     elsewhere: int = 0  # held by other workers that share the tier
     saved: int = 0
     brought: int = 0

@@ -1,9 +1,10 @@
 """Codecs between Python objects and messages: ``X_to_wire`` and ``X_from_wire``, side by side."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from batonpb import common_pb2 as pb
 from batonpb import prefill_pb2
+from batonpb.decode_pb2 import RouterFrame
 
 from baton.types.errors import BatonError, from_code
 from baton.types.events import PromptDone, PromptOutputsReady
@@ -162,3 +163,13 @@ def first_tokens_from_wire(message: prefill_pb2.FirstTokens) -> tuple[SampledTok
         logprob_from_wire(choice.token_id, choice.logprob if choice.has_logprob else None)
         for choice in message.choices
     )
+
+
+def gather(frames: Sequence[RouterFrame]) -> RouterFrame:
+    """Return one frame that carries ``frames`` (at least one, none of them gathered) in order."""
+    return frames[0] if len(frames) == 1 else RouterFrame(frames=frames)
+
+
+def scatter(frame: RouterFrame) -> Sequence[RouterFrame]:
+    """Return the frames that a frame carries, or the frame itself if it is single."""
+    return frame.frames or (frame,)

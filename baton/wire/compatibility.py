@@ -6,10 +6,8 @@ from baton.engine.emulated_timing import timing_in
 from baton.engine.settings import EXTERNAL_KINDS
 from baton.types.geometry import SCALED, KvGeometry
 
-WIRE_MIN = 1
+WIRE_MIN = 2
 WIRE_MAX = 3
-EMITTED_WIRE = 2
-"""First wire version whose workers can resume a response that began elsewhere."""
 GATHERED_WIRE = 3
 """First wire version whose workers read several router frames that travel as one."""
 

@@ -66,7 +66,7 @@ def write_tiny_model(folder: Path, like: ModelArtifact, context_tokens: int) -> 
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(numbers))
-    tokenizer = load_tokenizer(like.tokenizer_source()).backend
+    tokenizer = load_tokenizer(like.tokenizer).backend
     (folder / "tokenizer.json").write_text(tokenizer.to_str())
     template = {"chat_template": like.chat_template}
     (folder / "tokenizer_config.json").write_text(json.dumps(template))

@@ -50,7 +50,7 @@ def write_model(folder: Path, model: str) -> None:
     """Write a Hugging Face directory without weights: configuration, tokenizer, template."""
     artifact = resolve_model(model)
     config = artifact.config
-    tokenizer = load_tokenizer(artifact.tokenizer_source())
+    tokenizer = load_tokenizer(artifact.tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     end = config.eos_token_ids[0]

@@ -26,8 +26,8 @@ from baton.engine.emulated_timing import numerics_id_of
 from baton.registry.redis_store import Registry
 from baton.registry.types import Snapshot, WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
+from baton.wire.codecs import scatter
 from baton.wire.compatibility import own_wire
-from baton.wire.router_frames import scatter
 
 FLEET = "bench"
 TIMING = "epyc-135m"

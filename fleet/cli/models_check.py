@@ -73,7 +73,7 @@ def described_model(reference: str) -> tuple[dict[str, Any], list[str]]:
 def _tokens(artifact: "ModelArtifact") -> dict[str, Any]:
     from baton.text.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(artifact.tokenizer_source(), encodes=False)
+    tokenizer = load_tokenizer(artifact.tokenizer, encodes=False)
     config = artifact.config
     begin = () if config.bos_token_id is None else (config.bos_token_id,)
     beyond = len(tokenizer.texts_from(config.vocab_size))

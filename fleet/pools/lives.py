@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class LifeTable:
-    """The followed incarnations, and the actors kept for their slots' next ones."""
+    """The followed incarnations, and in ``kept`` the actors for their slots' next ones."""
 
     def __init__(self) -> None:
         self._lives: dict[str, Life] = {}
-        self._kept: dict[str, Life] = {}
+        self.kept: dict[str, Life] = {}
         self._suspects: set[tuple[str, int]] = set()
 
     def __iter__(self) -> Iterator[str]:
@@ -47,20 +47,12 @@ class LifeTable:
         if self._lives.get(worker_id) is life:
             del self._lives[worker_id]
 
-    def keep(self, worker_id: str, life: "Life") -> None:
-        """Keep the actor of an ended incarnation for the slot's next one."""
-        self._kept[worker_id] = life
-
-    def take_kept(self, worker_id: str) -> "Life | None":
-        """Return the incarnation whose actor was kept, once."""
-        return self._kept.pop(worker_id, None)
-
     def strangers(self, listed: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
         """Return the strangers among the fleet's actors (worker id, epoch in the name).
 
         Only those that the last call saw too: an actor that has just ended may still be listed.
         """
-        known = {(w, life.named) for t in (self._lives, self._kept) for w, life in t.items()}
+        known = {(w, life.named) for t in (self._lives, self.kept) for w, life in t.items()}
         suspects = set(listed) - known
         strangers = sorted(suspects & self._suspects)
         self._suspects = suspects

@@ -188,7 +188,7 @@ class ControllerActor:
     async def _live(self, launch: Launch) -> None:
         worker_id = launch.worker_id
         epoch = launch.epoch
-        if launch.reuse and (last := self._lives.take_kept(worker_id)) is not None:
+        if launch.reuse and (last := self._lives.kept.pop(worker_id, None)) is not None:
             record = last.actor.begin_next_life.remote(self._actors.settings(launch))
             await self._watch(worker_id, Life(epoch, last.actor, last.named), record)
             return
@@ -238,7 +238,7 @@ class ControllerActor:
             worker_id, life.epoch, reason, monotonic_ns(), reusable=reusable
         )
         if any(isinstance(action, Launch) and action.reuse for action in actions):
-            self._lives.keep(worker_id, life)
+            self._lives.kept[worker_id] = life
         else:
             life.end()
         with contextlib.suppress(RegistryUnavailableError):

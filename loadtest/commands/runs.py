@@ -9,12 +9,13 @@ import typer
 
 from loadtest.client.records import CallRecord
 from loadtest.commands import options as o
-from loadtest.commands.loads import AgentSessions, AgentTrace, Recording
+from loadtest.commands.loads import AgentTrace, Recording
 from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED, run, run_and_show, show_and_write
 from loadtest.metrics.turns import turn_figures
 from loadtest.results.files import write_results
 from loadtest.workloads.agent_traces import agent_calls
+from loadtest.workloads.agents import Agents, agent_plan
 from loadtest.workloads.agents import alone as alone_plan
 from loadtest.workloads.agentx import write_agentx
 from loadtest.workloads.synthetic import OpenLoop, Sessions, open_loop_plan, session_plan
@@ -85,11 +86,11 @@ class _AgentChoices(o.Choices):
     ] = False
 
 
-@with_options("tenant_keys", "token_ids", "endpoint", "warmup_s")
+@with_options("tenant_keys", "token_ids", "endpoint", "warmup_s", "ramp_s")
 def agents(
     ctx: typer.Context,
     out: o.Out,
-    load: AgentSessions,
+    load: Agents,
     recorded: AgentTrace,
     choices: _AgentChoices,
     repetition: o.Repetition,
@@ -101,11 +102,13 @@ def agents(
     those that it waited for have ended, and sends made text of the recorded length.
     """
     trace = recorded.trace
-    if trace is not None and (choices.alone or load != AgentSessions()):
+    if trace is not None and (choices.alone or load != Agents()):
         o.fail("--trace has its own sessions: remove the options of made ones")
     with o.refusals():
         plan = (
-            load.plan(repetition.seed) if trace is None else recorded.plan(trace, repetition.seed)
+            agent_plan(load, name="agents", seed=repetition.seed)
+            if trace is None
+            else recorded.plan(trace, repetition.seed)
         )
     if trace is not None:
         choices = replace(choices, ignore_eos=True)

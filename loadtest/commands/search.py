@@ -63,7 +63,7 @@ def search(
         if interrupted := not results.complete:
             break
         runs.append(results)
-        rates.add(_point(tried, results))
+        rates.points.append(_point(tried, results))
         Console().print(search_table(rates.points))
     if not runs:
         raise typer.Exit(INTERRUPTED)
@@ -88,5 +88,5 @@ def _point(rate: float, results: Results) -> SearchPoint:
         attainment=summary.attainment,
         met=summary.slo_met,
         good_per_s=summary.good_per_s,
-        client_was_bottleneck=summary.client.was_bottleneck,
+        client_was_bottleneck=bool(summary.client.reasons),
     )

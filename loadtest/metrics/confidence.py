@@ -20,16 +20,6 @@ class Interval(NamedTuple):
     half_width: float
     runs: int
 
-    @property
-    def low(self) -> float:
-        """Lower end of the interval."""
-        return self.mean - self.half_width
-
-    @property
-    def high(self) -> float:
-        """Upper end of the interval."""
-        return self.mean + self.half_width
-
 
 def interval(values: Sequence[float]) -> Interval:
     """Return the mean of independent measurements, one per seed, with Student's interval."""

@@ -104,17 +104,15 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Quality of the clients' timing; ``reasons`` has the problems, if any."""
+    """Quality of the clients' timing.
+
+    With ``reasons`` the figures depend on the client, not only on the server.
+    """
 
     late_send_p99_s: float
     lag_p99_s: float
     cpu_share: float
     reasons: list[str]
-
-    @property
-    def was_bottleneck(self) -> bool:
-        """True if the figures depend on the client, not only on the server."""
-        return bool(self.reasons)
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

@@ -146,7 +146,7 @@ def _verdicts(results: Results) -> list[Text | Group]:
             style="dim",
         )
     ]
-    if client.was_bottleneck:
+    if client.reasons:
         reasons = "; ".join(client.reasons)
         lines.append(Text(f"the client was the bottleneck: {reasons}", style="bold yellow"))
     if summary.uncounted:
@@ -183,7 +183,8 @@ def comparison_table(
         cells = ["–" if value is None else _value(value, is_time) for value in (a, b)]
         confidence = ""
         if ratio is not None and math.isfinite(ratio.half_width):
-            confidence = f"{ratio.low:.2f} to {ratio.high:.2f}"
+            low = ratio.mean - ratio.half_width
+            confidence = f"{low:.2f} to {ratio.mean + ratio.half_width:.2f}"
         quotient = f"{ratio.mean:.2f}" if ratio is not None else "–"
         table.add_row(what, *cells, quotient, confidence)
     for column in table.columns[1:]:

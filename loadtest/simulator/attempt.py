@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
 from baton.types import events as ev
@@ -322,7 +324,9 @@ class Attempt:
                 if worker is not None and stream == self._streams:
                     self._listener.on_started(self.record, worker.worker_id, event.cached_tokens)
             case ev.Published():
-                for action in sending.published(self._in_units(event)):
+                units = -(-event.valid_tokens // self._unit_tokens)
+                in_units = msgspec.structs.replace(event, valid_tokens=units)
+                for action in sending.published(in_units):
                     self._announce(stream, action)
             case ev.PromptDone():
                 for action in sending.prompt_done(event):
@@ -331,16 +335,6 @@ class Attempt:
                 self._later(stream, lambda: self._receiver.prefill_failed(event.error_message))
             case _:
                 pass
-
-    def _in_units(self, event: ev.Published) -> ev.Published:
-        return ev.Published(
-            request_id=event.request_id,
-            layer_begin=event.layer_begin,
-            layer_count=event.layer_count,
-            block_begin=event.block_begin,
-            block_count=event.block_count,
-            valid_tokens=-(-event.valid_tokens // self._unit_tokens),
-        )
 
     def _announce(self, stream: int, action: sender.Action) -> None:
         match action:

@@ -38,8 +38,7 @@ from loadtest.simulator.setup import Plan, Setup
 from loadtest.simulator.simulation import Simulation
 from loadtest.workloads.agent_traces import agent_calls, is_agent_trace
 from loadtest.workloads.call_graph import trace_requests
-from loadtest.workloads.days import days
-from loadtest.workloads.shifting import shifting
+from loadtest.workloads.shifting import days, shifting
 from loadtest.workloads.traces import TraceError, TraceRequest, read_trace
 
 ALL = "all"

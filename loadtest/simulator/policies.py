@@ -14,39 +14,9 @@ Policy = Callable[[Sequence[WorkerLoad], int, int, random.Random], WorkerLoad]
 FLEET = "fleet"
 
 
-def round_robin(
-    workers: Sequence[WorkerLoad], prompt_tokens: int, number: int, draw: random.Random
+def _plain_cost(
+    workers: Sequence[WorkerLoad], prompt_tokens: int, _: int, draw: random.Random
 ) -> WorkerLoad:
-    """Choose workers in turn."""
-    return workers[number % len(workers)]
-
-
-def at_random(
-    workers: Sequence[WorkerLoad], prompt_tokens: int, number: int, draw: random.Random
-) -> WorkerLoad:
-    """Choose a worker at random."""
-    return draw.choice(workers)
-
-
-def least_loaded(
-    workers: Sequence[WorkerLoad], prompt_tokens: int, number: int, draw: random.Random
-) -> WorkerLoad:
-    """Choose the worker with the fewest queued prompt tokens."""
-    return min(workers, key=lambda worker: (worker.queued_tokens, draw.random()))
-
-
-def longest_prefix(
-    workers: Sequence[WorkerLoad], prompt_tokens: int, number: int, draw: random.Random
-) -> WorkerLoad:
-    """Choose the worker with the longest cached prefix; the first among equals."""
-    return max(workers, key=lambda worker: worker.cached_blocks)
-
-
-def plain_cost(
-    workers: Sequence[WorkerLoad], prompt_tokens: int, number: int, draw: random.Random
-) -> WorkerLoad:
-    """Choose the worker with the fewest queued and own uncached tokens to compute."""
-
     def tokens(worker: WorkerLoad) -> tuple[int, float]:
         cached = min(worker.cached_blocks * worker.block_tokens, prompt_tokens - 1)
         return worker.queued_tokens + prompt_tokens - cached, draw.random()
@@ -55,9 +25,14 @@ def plain_cost(
 
 
 POLICIES: dict[str, Policy] = {
-    "round-robin": round_robin,
-    "random": at_random,
-    "least-loaded": least_loaded,
-    "longest-prefix": longest_prefix,
-    "cost": plain_cost,
+    "round-robin": lambda workers, _, number, __: workers[number % len(workers)],
+    "random": lambda workers, _, __, draw: draw.choice(workers),
+    # the fewest queued prompt tokens
+    "least-loaded": lambda workers, _, __, draw: min(
+        workers, key=lambda worker: (worker.queued_tokens, draw.random())
+    ),
+    # the first among equals
+    "longest-prefix": lambda workers, *_: max(workers, key=lambda worker: worker.cached_blocks),
+    # the fewest queued and own uncached tokens to compute
+    "cost": _plain_cost,
 }

@@ -259,7 +259,7 @@ class SimulatedWorker:
             self._clock.now_ns,
             self.core.batch.equal_steps(plan),
             self._timing.seconds(plan.rows) * 1e9,
-            self._timing.growth_s(plan.rows) * 1e9,
+            self._timing.answer_context_s * len(plan.rows) * 1e9,
             self.core.publications(plan),
         )
         self._steps = steps

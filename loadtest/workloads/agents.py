@@ -8,16 +8,18 @@ result or a user's message (``loadtest.client.dialogue``). Their sizes are plann
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from typer import Option
 
-from loadtest.workloads.lengths import Lengths
+from loadtest.workloads.lengths import parse_lengths
 from loadtest.workloads.plan import AgentSetup, Conversation, Plan, Segment, Turn
 from loadtest.workloads.prompts import BYTES_PER_WORD, UNIQUE_KEYS, PromptWriter
+from loadtest.workloads.synthetic import AnswerTokens
 
 MAX_TOOLS = 64
 
@@ -43,32 +45,47 @@ _PROPERTIES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Agents:
-    """Agents that work at the same time, each on a session of its own."""
+    """Agents that work at the same time, each on a session of its own.
 
-    sessions: int
-    turns: int  # requests of a session
-    tools: int
-    system_tokens: int  # of the system prompt and the tools together
-    shared: bool  # whether all sessions have the same system prompt and tools
-    turn_tokens: Lengths  # lengths of messages and tool results
-    result_bytes: int  # limit of their size
-    answer_tokens: Lengths
-    think_s: float  # mean of the exponential pause before the next turn, in seconds
-    ramp_s: float = 2.0  # seconds over which the sessions start
+    All fields but ``ramp_s``, over which the sessions start, are options. The pause before the next
+    turn is exponential.
+    """
+
+    sessions: Annotated[int, Option(min=1, help="Concurrent sessions.")] = 10
+    turns: Annotated[int, Option(min=1, help="Requests per session.")] = 8
+    think_s: Annotated[float, Option(min=0, help="Mean seconds that a tool or the user takes.")] = (
+        2.0
+    )
+    tools: Annotated[int, Option(min=1, max=MAX_TOOLS, help="Number of tools.")] = 24
+    system_tokens: Annotated[
+        int, Option(min=1, help="Tokens of the system prompt and the tools together.")
+    ] = 19_000
+    shared: Annotated[bool, Option(help="Give all sessions the same system prompt and tools.")] = (
+        True
+    )
+    turn_tokens: Annotated[
+        str,
+        Option(help="Tokens that each turn adds, in the format of --prompt-tokens elsewhere."),
+    ] = "uniform:500-2000"
+    result_bytes: Annotated[int, Option(min=1, help="Largest message or tool result in bytes.")] = (
+        8192
+    )
+    answer_tokens: AnswerTokens = "lognormal:60,0.6,250"
+    ramp_s: float = 2.0
 
 
 def agent_plan(load: Agents, *, name: str, seed: int) -> Plan:
-    """Return the plan of a closed loop, with at most one running request per session.
+    """Return the plan of a closed loop, with its parameters for the report.
 
-    Turn n adds equally many tokens in all sessions, so that its TTFT compares with that of turn n
-    of a session alone.
+    A session has at most one running request. Turn n adds equally many tokens in all sessions, so
+    that its TTFT compares with that of turn n of a session alone.
     """
     rng = np.random.default_rng(seed)
     longest = max(1, round(load.result_bytes / BYTES_PER_WORD))
-    inputs = np.minimum(load.turn_tokens(rng, load.turns), longest)
+    inputs = np.minimum(parse_lengths(load.turn_tokens)(rng, load.turns), longest)
     conversations = []
     for session in range(load.sessions):
-        answers = load.answer_tokens(rng, load.turns)
+        answers = parse_lengths(load.answer_tokens)(rng, load.turns)
         pauses_s = rng.exponential(load.think_s, load.turns)
         first = session * load.turns
         turns = [
@@ -91,7 +108,9 @@ def agent_plan(load: Agents, *, name: str, seed: int) -> Plan:
                 agent=AgentSetup(key=key, tools=load.tools, tokens=load.system_tokens),
             )
         )
-    return Plan(name=name, seed=seed, conversations=tuple(conversations))
+    parameters = asdict(load) | {"shared": "yes" if load.shared else "no"}
+    del parameters["ramp_s"]
+    return Plan(name=name, seed=seed, conversations=tuple(conversations), parameters=parameters)
 
 
 def alone(plan: Plan) -> Plan:

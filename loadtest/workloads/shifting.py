@@ -1,4 +1,4 @@
-"""A trace whose mix of prompts and responses changes every ten minutes, made from a recorded one.
+"""Traces whose load changes, made from a recorded one: with the hour, or every ten minutes.
 
     as recorded ─▶ long prompts, at 0.45 of the rate ─▶ long responses, at 0.55 ─▶ as recorded …
 
@@ -14,6 +14,9 @@ import numpy as np
 from loadtest.workloads.traces import TraceRequest
 
 PHASE_S = 600.0
+DAY_S = 86_400.0
+VALLEY = 0.1
+_POINTS_PER_DAY = 8640  # of the curve, between which it is a line
 _LONG_PROMPTS_KEPT = 0.45
 _LONG_RESPONSES_KEPT = 0.55
 _LONGER = 4
@@ -52,3 +55,30 @@ def shifting(requests: Sequence[TraceRequest], seed: int = 0) -> list[TraceReque
 def _drawn(share: float, quantiles: Sequence[int]) -> int:
     shares = np.linspace(0.0, 1.0, len(quantiles))
     return max(round(float(np.interp(share, shares, quantiles))), 1)
+
+
+def days(
+    requests: Sequence[TraceRequest], number: int, valley: float = VALLEY
+) -> list[TraceRequest]:
+    """Return the trace of so many days, from midnight on.
+
+    The trace is repeated end to end, and its time is stretched so that the rate follows a sine: as
+    recorded at noon, and ``valley`` times that at midnight. Lengths, bursts within minutes, and
+    shared prefixes within a repetition stay as recorded.
+    """
+    times_s = np.linspace(0.0, number * DAY_S, number * _POINTS_PER_DAY + 1)
+    swing = (1.0 - np.cos(2 * np.pi * times_s / DAY_S)) / 2
+    rates = valley + (1.0 - valley) * swing
+    passed_s = np.concatenate([[0.0], np.cumsum((rates[1:] + rates[:-1]) / 2 * np.diff(times_s))])
+    length_s = max(requests[-1].arrival_s, 1.0)
+    names = 1 + max((max(one.block_hashes, default=0) for one in requests), default=0)
+    repetitions = range(int(passed_s[-1] // length_s) + 1)
+    recorded = ((n, n * length_s + one.arrival_s, one) for n in repetitions for one in requests)
+    return [
+        request._replace(
+            arrival_s=float(np.interp(recorded_s, passed_s, times_s)),
+            block_hashes=tuple(repetition * names + name for name in request.block_hashes),
+        )
+        for repetition, recorded_s, request in recorded
+        if recorded_s < passed_s[-1]
+    ]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from baton.registry.shared_routes import SharedRoutes
+from baton.registry.shared_tables import SharedRoutes
 from baton.types.routes import NameRoute, RouteTable
 from baton.types.versioned import TableChangeError
 from router.lanes.routes import thrown_out

@@ -88,7 +88,7 @@ class Bench:
     def __init__(self, model: Decoder, artifact: ModelArtifact, tiling: Any) -> None:
         self.model, self.artifact, self.tiling = model, artifact, tiling
         self.grammars = open_grammars(artifact)
-        self.tokenizer: TextTokenizer = load_tokenizer(artifact.tokenizer_source())
+        self.tokenizer: TextTokenizer = load_tokenizer(artifact.tokenizer)
 
     def runner(self, blocks: int = 96) -> CpuRunner:
         geometry = kv_geometry(self.artifact.config, "bf16", blocks)

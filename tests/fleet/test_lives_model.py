@@ -125,7 +125,7 @@ class Controller:
     def launch(self, launch: Launch) -> None:
         assert launch.epoch > self.used.get(launch.worker_id, 0), "an epoch is used twice"
         self.used[launch.worker_id] = launch.epoch
-        last = self.lives.take_kept(launch.worker_id) if launch.reuse else None
+        last = self.lives.kept.pop(launch.worker_id, None) if launch.reuse else None
         assert (last is not None) is launch.reuse, "only a process that was kept is used again"
         if last is not None:
             actor = last.actor
@@ -160,7 +160,7 @@ class Controller:
         actions = self.fleet.ended(worker_id, epoch, why, self.world.now, reusable=reusable)
         if life is not None:
             if any(isinstance(action, Launch) and action.reuse for action in actions):
-                self.lives.keep(worker_id, life)
+                self.lives.kept[worker_id] = life
             else:
                 self.world.kill(life.actor)
         self.take(actions)
@@ -314,7 +314,7 @@ Disagreements.TestCase.settings = settings(
 TestDisagreements = Disagreements.TestCase
 
 
-def test_the_table_keeps_one_incarnation_of_a_slot() -> None:
+def test_the_table_follows_one_incarnation_of_a_slot() -> None:
     table = LifeTable()
     first, second = (Life(n, n, Actor("worker-0", n, n)) for n in (1, 2))
     assert table.add("worker-0", first) is None
@@ -322,16 +322,13 @@ def test_the_table_keeps_one_incarnation_of_a_slot() -> None:
     table.remove("worker-0", first)
     assert table.get("worker-0") is table.of("worker-0", 2) is second
     assert table.of("worker-0", 1) is None
-    table.keep("worker-0", first)
-    assert table.take_kept("worker-0") is first
-    assert table.take_kept("worker-0") is None
 
 
 def test_a_stranger_is_seen_twice_and_neither_followed_nor_kept() -> None:
     table = LifeTable()
     followed, kept = (Life(n + 4, n, Actor("worker-0", n, n + 4)) for n in (1, 2))
     table.add("worker-0", followed)
-    table.keep("worker-0", kept)
+    table.kept["worker-0"] = kept
     listed = [("worker-0", named) for named in (1, 2, 5)]
     assert table.strangers(listed) == []
     assert table.strangers(listed) == [("worker-0", 5)]

@@ -69,6 +69,23 @@ def test_no_two_public_classes_have_one_name() -> None:
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
+def test_nothing_stands_behind_the_line_that_runs_a_module() -> None:
+    """Run as a program, a module would not have what is defined behind it."""
+    programs = {
+        module: lines.index('if __name__ == "__main__":')
+        for module, path in modules().items()
+        if 'if __name__ == "__main__":' in (lines := path.read_text(encoding="utf-8").splitlines())
+    }
+    assert len(programs) > 5
+    behind = {
+        module: line
+        for module, begin in programs.items()
+        for line in modules()[module].read_text(encoding="utf-8").splitlines()[begin + 1 :]
+        if line and not line.startswith(" ")
+    }
+    assert behind == {}
+
+
 def test_no_class_has_a_word_that_the_glossary_refuses() -> None:
     """In its last column. A turn is a conversation's, so it stays where conversations are."""
     refused = re.compile(r"^class \w*(?:Mirror|Wish|Order(?!\w)|Story|Giver|Guess|Canary(?!\w))")

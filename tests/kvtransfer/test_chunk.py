@@ -167,7 +167,7 @@ def test_a_quantised_vector_travels_with_its_scale(head_dim, word_bytes):
 def test_pools_of_different_formats_name_both():
     def capabilities(dtype: str) -> common_pb.Capabilities:
         geometry = KvGeometry(num_layers=30, num_kv_heads=3, head_dim=64, num_blocks=4, dtype=dtype)
-        wire = common_pb.WireRange(min=1, max=1)
+        wire = common_pb.WireRange(min=2, max=2)
         return common_pb.Capabilities(wire=wire, kv_groups=[kv_group(geometry)])
 
     assert disagreement(capabilities("int8"), capabilities("int8")) == ""

@@ -141,7 +141,7 @@ def test_the_search_finds_the_knee(capacity, first):
     search = RateSearch(first, precision=0.1, max_points=60)
     while (rate := search.next_rate()) is not None:
         point = {"rate": rate, "met": rate <= capacity, "attainment": 1.0, "good_per_s": rate}
-        search.add(SearchPoint(**point, client_was_bottleneck=False))
+        search.points.append(SearchPoint(**point, client_was_bottleneck=False))
     assert capacity / 1.1 <= search.best.rate <= capacity
 
 
@@ -151,7 +151,7 @@ def test_a_search_below_everything_ends():
         point = SearchPoint(
             rate=rate, met=False, attainment=0.0, good_per_s=0.0, client_was_bottleneck=False
         )
-        search.add(point)
+        search.points.append(point)
     assert search.best is None
     assert 3 < len(search.points) <= 12
 

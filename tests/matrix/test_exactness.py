@@ -42,7 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     artifact = resolve_model(MODEL)
     adapter = write_adapter(tmp_path_factory.mktemp("real") / "lora", artifact.config, size=0.05)
-    tokenizer = load_tokenizer(artifact.tokenizer_source())
+    tokenizer = load_tokenizer(artifact.tokenizer)
     text = tokenizer.encode("one potato, two potatoes, three potatoes, four; " * 60)
     rig = Rig(MODEL, adapter, GRAMMAR, text[:PROMPT_TOKENS], text[5 : 5 + COMPETITOR_TOKENS])
     yield rig

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.planner.planner import Planner
-from baton.planner.state import DecodeLine, Nothing, PromptLine, RoleChange, WorkerState
+from baton.planner.state import Nothing, RoleChange, WorkerState
 from baton.registry.types import PromptSum, WorkDemand
 from baton.types.geometry import context_tokens
 from baton.types.slo import Slo
+from baton.types.step_lines import DecodeLine, PromptLine
 from tests.soak import examples
 
 SECOND_NS = 1_000_000_000

@@ -3,7 +3,8 @@
 import pytest
 from batonpb.common_pb2 import WorkerStatus
 
-from baton.planner.state import PromptLine, state_of
+from baton.planner.state import state_of
+from baton.types.step_lines import PromptLine
 
 
 def test_without_long_steps_the_rate_of_prompts_counts() -> None:

@@ -64,8 +64,6 @@ class Reader:
                     self.hashes[item.incarnation] = set(item.hashes)
                 case EventBatch():
                     held = self.hashes[item.incarnation]
-                    if item.cleared:
-                        held.clear()
                     held.difference_update(item.removed)
                     held.update(item.stored)
                 case Forget():

@@ -46,9 +46,6 @@ async def test_what_is_stored_and_removed_reaches_a_reader(
     publisher.publish(stored=held)
     publisher.publish(removed=held[:10])
     await eventually(lambda: list(reader.hashes.values()) == [set(held[10:])])
-
-    publisher.publish(stored=held[:3], cleared=True)
-    await eventually(lambda: list(reader.hashes.values()) == [set(held[:3])])
     assert reader.feed.gaps == 0
 
 
@@ -146,15 +143,14 @@ async def test_what_a_log_holds_is_in_the_snapshot(registry: Registry) -> None:
     await registry.blocks.publish_snapshot(
         Snapshot(incarnation=b"i" * 16, sequence=1, packed=b"".join(first)), 0
     )
-    for number, batch in enumerate(((first[:0], first[:3], False), (second, first[3:4], False)), 2):
-        stored, removed, cleared = batch
+    for number, batch in enumerate(((first[:0], first[:3]), (second, first[3:4])), 2):
+        stored, removed = batch
         await registry.blocks.publish(
             EventBatch(
                 incarnation=b"i" * 16,
                 sequence=number,
                 stored=tuple(stored),
                 removed=tuple(removed),
-                cleared=cleared,
             ),
             0,
         )
@@ -323,7 +319,6 @@ CHANGES = st.lists(
     st.tuples(
         st.lists(st.sampled_from(NAMES), max_size=6),
         st.lists(st.sampled_from(NAMES), max_size=6),
-        st.booleans(),
         st.sampled_from(["deliver", "lose", "trim", "redis empty", "hold"]),
     ),
     max_size=25,
@@ -333,7 +328,7 @@ CHANGES = st.lists(
 @settings(max_examples=examples(200), deadline=None)
 @given(CHANGES)
 def test_reader_and_worker_agree_after_any_losses(
-    changes: list[tuple[list[bytes], list[bytes], bool, str]],
+    changes: list[tuple[list[bytes], list[bytes], str]],
 ) -> None:
     """Model: a ledger publishes into a channel that loses things; heartbeats heal the reader."""
     ledger, machine = HashLedger(b"i" * 16), FeedMachine()
@@ -348,8 +343,6 @@ def test_reader_and_worker_agree_after_any_losses(
                 index.clear()
                 index.update(item.hashes)
             elif isinstance(item, EventBatch):
-                if item.cleared:
-                    index.clear()
                 assert not index.intersection(item.stored), "batches hold net changes only"
                 index.difference_update(item.removed)
                 index.update(item.stored)
@@ -360,8 +353,6 @@ def test_reader_and_worker_agree_after_any_losses(
             stored_set.update(ledger.take_snapshot().hashes)
             return None
         batch = ledger.take_batch()
-        if batch.cleared:
-            stored_set.clear()
         stored_set.difference_update(batch.removed)
         stored_set.update(batch.stored)
         return batch
@@ -376,10 +367,8 @@ def test_reader_and_worker_agree_after_any_losses(
             )
             apply(machine.on_snapshot(snapshot, ledger.checksum))
 
-    for stored, removed, cleared, fate in changes:
-        ledger.change(stored, removed, cleared)
-        if cleared:
-            truth.clear()
+    for stored, removed, fate in changes:
+        ledger.change(stored, removed)
         truth.difference_update(removed)
         truth.update(stored)
         if fate == "hold":
@@ -407,7 +396,6 @@ def test_changes_that_undo_each_other_publish_nothing() -> None:
     ledger = HashLedger(b"i" * 16)
     ledger.change(stored=NAMES[:2])
     ledger.change(removed=NAMES[:2])
-    ledger.change(removed=NAMES[:2], cleared=True)
     assert not ledger.pending
 
 

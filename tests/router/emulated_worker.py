@@ -64,7 +64,6 @@ class Script:
     decode_step_s: float = 0.02
     prefill_tokens_per_s: float = 3000.0
     numerics_id: str = "exact/emulated"
-    wire_max: int = 2
     kv_blocks: int = 512
     scores_slice: int = 0  # prompt tokens whose scores come in one run; 0 = all
 
@@ -199,7 +198,7 @@ class EmulatedWorker(DecodeServicer):
         if first:
             status.capabilities.CopyFrom(
                 common.Capabilities(
-                    wire=common.WireRange(min=1, max=self.script.wire_max),
+                    wire=common.WireRange(min=2, max=2),
                     kv_groups=[KV_GROUP],
                     numerics_id=self.script.numerics_id,
                     weights_digest=b"w" * 16,

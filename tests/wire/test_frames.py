@@ -7,8 +7,8 @@ import grpc.aio
 from batonpb import decode_pb2 as pb
 from batonpb.decode_pb2_grpc import DecodeServicer, DecodeStub, add_DecodeServicer_to_server
 
+from baton.wire.codecs import gather, scatter
 from baton.wire.grpc_options import ROUTER_OPTIONS, WORKER_OPTIONS, open_channel
-from baton.wire.router_frames import gather, scatter
 
 
 class Worker(DecodeServicer):

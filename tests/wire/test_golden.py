@@ -95,7 +95,7 @@ BYTES = {
     "worker": (lambda: msgspec.msgpack.encode(WORKER), "edc2e37daf4f9e41dcdcd18b"),
     "batch": (
         lambda: msgspec.msgpack.encode(EventBatch(incarnation=LIFE, sequence=4, stored=(LIFE,))),
-        "b1454d6adcf8c508cdf43384",
+        "f6c397875381e0d130b075c5",
     ),
     "snapshot": (
         lambda: msgspec.msgpack.encode(Snapshot(incarnation=LIFE, sequence=4, packed=LIFE)),

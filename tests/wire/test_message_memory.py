@@ -8,7 +8,7 @@ import pytest
 
 MESSAGES = """
 import resource, sys, threading
-from baton.wire.message_memory import keep_message_memory
+from baton.telemetry.process_memory import keep_message_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

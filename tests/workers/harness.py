@@ -157,7 +157,7 @@ class MiniRouter:
         self._channel = open_channel(self.worker.record.address, self.tls)
         stub = decode_pb2_grpc.DecodeStub(self._channel)
         self.call = stub.Serve(metadata=token_metadata(TOKEN))
-        hello = pb.Hello(router_id=self.router_id, wire=common_pb2.WireRange(min=1, max=1))
+        hello = pb.Hello(router_id=self.router_id, wire=common_pb2.WireRange(min=2, max=2))
         await self.send(hello=hello)
         self._tasks = [
             asyncio.create_task(self._read(self.call)),

@@ -5,14 +5,13 @@ queue ──admission──▶ running ──▶ ended         reservations: cap
   └────preempted──────┘
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.plan import StepPlan
 from baton.engine.core.reservations import Reservation, Reservations, ReservationState
 from baton.engine.core.sequence import EngineRequest, Kind, TokenSequence
-from baton.engine.core.shared_prefixes import shared_blocks
 from baton.engine.core.speculative.acceptance import SpareBlocks
 from baton.engine.core.tiers.tiers import KvTiers
 from baton.engine.core.waiting import WaitingQueue
@@ -20,20 +19,7 @@ from baton.types import events as ev
 from baton.types.errors import UnavailableError
 from baton.types.geometry import context_tokens
 
-
-class BatchLoad(NamedTuple):
-    """Numbers of requests, and of prompt tokens to compute with their context.
-
-    ``answering`` sequences decode. Those that will decode later have ``coming_context`` tokens.
-    """
-
-    running: int
-    waiting: int
-    queued_tokens: int
-    queued_context: int
-    answering: int
-    answering_context: int
-    coming_context: int
+_LEAST_SHARED_BLOCKS = 8  # fewer are computed again: a wait takes at least a step
 
 
 class BatchState:
@@ -94,8 +80,8 @@ class BatchState:
         """Return whether any request may yield rows, now or after blocks are restored."""
         return bool(self.running or self.queue.has_work)
 
-    def load(self) -> BatchLoad:
-        """Return the current load."""
+    def load(self) -> ev.StepDone:
+        """Return the current load, without the figures of a step."""
         running = {sequence.request.request_id for sequence in self.running} | self.held.keys()
         running |= {
             reservation.request.request_id
@@ -117,14 +103,14 @@ class BatchState:
                 queued_tokens += end - begin
                 queued_context += context_tokens(begin, end)
                 coming_context += end
-        return BatchLoad(
-            len(running),
-            len(waiting),
-            queued_tokens,
-            queued_context,
-            answering,
-            answering_context,
-            coming_context,
+        return ev.StepDone(
+            running=len(running),
+            waiting=len(waiting),
+            answering=answering,
+            answering_context=answering_context,
+            coming_context=coming_context,
+            queued_prompt_tokens=queued_tokens,
+            queued_prompt_context=queued_context,
         )
 
     def sequences_of(self, request_id: str) -> list[TokenSequence]:
@@ -176,7 +162,7 @@ class BatchState:
         """Note first tokens that are cached, or that prompts before it will have computed."""
         queued = [item for item in self.queue.items if isinstance(item, TokenSequence)]
         before = [item for item in queued if item.request.order <= sequence.request.order]
-        blocks = shared_blocks(sequence, [*self.running, *before], self.pool)[1]
+        blocks = _shared_blocks(sequence, [*self.running, *before], self.pool)[1]
         sequence.found_tokens = blocks * self.pool.block_tokens
 
     def matching(self, sequence: TokenSequence) -> list[int]:
@@ -187,7 +173,7 @@ class BatchState:
     def awaits_prompt(self, sequence: TokenSequence) -> bool:
         """Return whether a running prompt computes the next blocks that a sequence lacks."""
         prompts = [running for running in self.running if not running.decodes]
-        cached, shared = shared_blocks(sequence, prompts, self.pool) if prompts else (0, 0)
+        cached, shared = _shared_blocks(sequence, prompts, self.pool) if prompts else (0, 0)
         return shared > cached
 
     def fork(self, source: TokenSequence, choice: int, token: int) -> TokenSequence:
@@ -339,3 +325,26 @@ class BatchState:
         if sequence.prompt_outputs is not None:
             sequence.prompt_outputs = sequence.request.new_prompt_outputs()
         sequence.running = False
+
+
+def _shared_blocks(
+    sequence: TokenSequence, others: Iterable[TokenSequence], pool: BlockPool
+) -> tuple[int, int]:
+    """Return how many first blocks of a sequence are cached, and are when others are computed."""
+    if not sequence.request.spec.cacheable or sequence.prompt_outputs is not None:
+        return 0, 0
+    hashes = sequence.full_hashes(len(sequence.tokens) - 1, pool.block_tokens)
+    cached = len(pool.match(hashes))
+    known = [
+        other.full_hashes(len(other.tokens), pool.block_tokens)
+        for other in others
+        if other.request.spec.cacheable
+    ]
+    shared = max((_common(hashes, of_other) for of_other in known), default=0)
+    return cached, shared if shared >= cached + _LEAST_SHARED_BLOCKS else cached
+
+
+def _common(hashes: list[bytes], others: list[bytes]) -> int:
+    # Equal blocks have equal blocks before them.
+    both = range(min(len(hashes), len(others)))
+    return bisect_left(both, 1, key=lambda index: hashes[index] != others[index])

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.charges import divided
 from baton.engine.core.model_runner import ModelRunner
@@ -243,21 +245,14 @@ class EngineCore:
                 prompt_tokens += count
                 prompt_context += context_tokens(row.start, row.start + count)
         speculation = self.speculation
-        load = self.batch.load()
-        return ev.StepDone(
+        return msgspec.structs.replace(
+            self.batch.load(),
             step=self.steps,
             duration_ns=duration_ns,
             prompt_tokens=prompt_tokens,
             prompt_context=prompt_context,
             decode_rows=decode_rows,
             decode_context=decode_context + decode_rows * (steps - 1) // 2,
-            running=load.running,
-            waiting=load.waiting,
-            answering=load.answering,
-            answering_context=load.answering_context,
-            coming_context=load.coming_context,
-            queued_prompt_tokens=load.queued_tokens,
-            queued_prompt_context=load.queued_context,
             blocks=self.pool.counts(),
             oldest_quarantine=self.batch.reservations.oldest_draining,
             evictions=self.pool.evictions,

@@ -82,7 +82,9 @@ class Decoder:
         self.local = config if shard is None else shard.local(config)
         self.quantisation = quantisation
         self.deltas: Deltas | None = None  # LoRA deltas of the running step
-        self._rows = row_operations(config, dtype)
+        epsilon = config.rms_norm_eps
+        native = native_rows(dtype, epsilon, (config.head_dim, config.hidden_size))
+        self._rows: TorchRows = native or TorchRows(dtype, epsilon)  # the same on all ranks
         self._family = FAMILIES[config.family]
         self._split = (
             self.local.num_heads * config.head_dim,
@@ -284,9 +286,3 @@ class Decoder:
         count = min(REFINED, raw_SV.shape[1])
         refined = self._rows.refine(raw_SV, h_SE, self._head_rows, count)
         return Logits(raw_SV, *refined, finite_rows)
-
-
-def row_operations(config: ModelConfig, dtype: torch.dtype) -> TorchRows:
-    """Return the native kernels if they fit the model, else torch's; the same on all ranks."""
-    native = native_rows(dtype, config.rms_norm_eps, (config.head_dim, config.hidden_size))
-    return native or TorchRows(dtype, config.rms_norm_eps)

@@ -90,7 +90,7 @@ class CpuRunner:
         self._shard = model.shard
         self.geometry = geometry
         self.eos_token_ids = eos_token_ids
-        self._rewritten: tuple[int, ...] = ()
+        self.rewritten_rows: tuple[int, ...] = ()
         held = geometry if self._shard is None else self._shard.held(geometry)
         count = held.pool_bytes // held.itemsize_bytes
         self._codec = kv_codec(geometry, model.dtype)
@@ -117,11 +117,6 @@ class CpuRunner:
         return PagedAttention(
             self._pool, geometry, c.num_heads, tiling, c.layer_windows, kv_heads, self._codec, sinks
         )
-
-    @property
-    def rewritten_rows(self) -> tuple[int, ...]:
-        """Rows of the last plan that were computed a second time, alone."""
-        return self._rewritten
 
     @property
     def refused_rows(self) -> Mapping[int, BatonError]:
@@ -167,7 +162,7 @@ class CpuRunner:
             for back, _ in row.samples_by_row()
         ]
         broken = self._broken_rows(batch, hidden_TE)
-        self._rewritten = tuple(sorted(broken))
+        self.rewritten_rows = tuple(sorted(broken))
         if broken:
             broken = self._retry_isolated(batch, hidden_TE, broken)
         if sampled_from:

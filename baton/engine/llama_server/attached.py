@@ -111,7 +111,7 @@ async def examine(origin: HttpOrigin, artifact: ModelArtifact) -> ServerFacts:
     body = msgspec.json.encode({"content": _SAMPLE, "add_special": False})
     raw = await origin.fetch("POST", "/tokenize", _ANSWER_S, body)
     theirs = list(msgspec.json.decode(raw, type=_Tokens).tokens)
-    ours = load_tokenizer(artifact.tokenizer_source()).encode(_SAMPLE)
+    ours = load_tokenizer(artifact.tokenizer).encode(_SAMPLE)
     if theirs != ours:
         raise UnfitServerError(
             f"{origin.name} serves {facts.model}, whose tokens are not those of {artifact.source}: "
@@ -162,7 +162,7 @@ class AttachedLlamaServer(AttachedEngine):
 
     @cached_property
     def _pieces(self) -> TokenPieces:
-        return TokenPieces(load_tokenizer(self._artifact.tokenizer_source()))
+        return TokenPieces(load_tokenizer(self._artifact.tokenizer))
 
     def _refusal(self, spec: RequestSpec) -> BatonError | None:
         return protocol.refusal(spec)

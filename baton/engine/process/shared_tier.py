@@ -8,15 +8,19 @@ A folder is listed again when its time of modification changes, as on all POSIX 
 """
 
 import logging
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from baton.engine.process.tier_files import hashes_in
-
 _LOG = logging.getLogger(__name__)
+
+SUFFIX = ".kv"
+NAME = re.compile(r"[0-9a-f]{32}" + re.escape(SUFFIX))
+"""Name of a complete file: its block hash."""
 
 _LOOK_S = 1.0  # at least the granularity of times of modification
 _PAUSES = 50  # least time between two looks, in durations of the last one
@@ -48,12 +52,8 @@ class OtherFolders:
         self._own = folder
         self._key = key
         self._listings: dict[Path, _Listing] = {}
-        self._folder_of: dict[bytes, Path] = {}
+        self.folder_of: dict[bytes, Path] = {}  # of each block at the last look
         self._problems: set[str] = set()
-
-    def folder_of(self, block_hash: bytes) -> Path | None:
-        """Return the folder that had a block at the last look."""
-        return self._folder_of.get(block_hash)
 
     def folders(self) -> list[Path]:
         """Return the folders of other workers that may have exchangeable blocks.
@@ -81,10 +81,10 @@ class OtherFolders:
                 self._warn(error)
         if listings == self._listings:
             return OtherBlocks((), ())
-        before = self._folder_of
+        before = self.folder_of
         after = {name: folder for folder, one in listings.items() for name in one.hashes}
         self._listings = listings
-        self._folder_of = after
+        self.folder_of = after
         return OtherBlocks([*(after.keys() - before.keys())], [*(before.keys() - after.keys())])
 
     def _warn(self, error: OSError) -> None:
@@ -129,3 +129,10 @@ class FolderWatch:
             if changes.stored or changes.removed:
                 self._report(changes)
             pause_s = max(_LOOK_S, _PAUSES * (time.monotonic() - began_s))
+
+
+def hashes_in(folder: Path) -> list[bytes]:
+    """Return the hashes of the blocks in a folder; files of others are skipped."""
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if NAME.fullmatch(entry.name)]
+    return [bytes.fromhex(name.removesuffix(SUFFIX)) for name in names]

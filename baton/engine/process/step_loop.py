@@ -16,7 +16,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -28,7 +27,7 @@ from baton.engine.process import messages
 from baton.engine.process.adapter_loader import AdapterLoader
 from baton.engine.process.build import BuiltEngine, build_engine
 from baton.engine.process.shared_tier import OtherBlocks
-from baton.engine.process.tier_copier import Erased
+from baton.engine.process.tier_copier import Erased, TierCopier
 from baton.engine.sampling.grammars import GrammarCompileQueue
 from baton.engine.settings import EngineSettings
 from baton.types import events as ev
@@ -37,13 +36,6 @@ from baton.types.errors import BatonError, CancelledError_, NumericsError
 _IDLE_S = 1.0
 _ALIVE_S = 0.5  # time without a report after which the loop sends ``Alive``
 _COMPILING_S = 0.002  # wait while a grammar compiles and nothing else is to be computed
-
-
-class HasFileno(Protocol):
-    """Object that ``select`` accepts."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when there is news."""
 
 
 class StepLoop:
@@ -111,7 +103,7 @@ class StepLoop:
         """Process commands; wait for news if there is nothing to compute."""
         busy = bool(self._core.batch.running)
         received = False
-        watched: list[HasFileno] = [self._control, self._adapters]
+        watched: list[socket.socket | AdapterLoader | TierCopier] = [self._control, self._adapters]
         watched += self._ranks.sockets if self._ranks else ()
         if self._copier is not None:
             watched.append(self._copier)

@@ -2,9 +2,9 @@
 
 from bisect import bisect_left, insort
 from collections import deque
-from typing import NamedTuple
 
 from baton.types.events import StepDone
+from baton.types.step_lines import STEP_SHARE_PER_STREAM, DecodeLine, PromptLine
 
 _KEPT = 0.95  # decay of earlier steps' weight: the rate follows within some twenty steps
 _FIT_KEPT = 0.98  # slower decay: a line needs steps with different contexts
@@ -15,29 +15,7 @@ _LEAST_LINE_S = 0.05  # so do shorter steps: short prompts would show a worker a
 _LEAST_SPREAD_TOKENS = 256.0
 _DECODE_KEPT = 0.998  # decode steps are short, and their rows and contexts change slowly
 _LEAST_SPREAD_ROWS = 0.5  # as _LEAST_SPREAD_TOKENS, for rows
-_ROW_SHARE = 0.023  # share by which a row lengthens a step, until rows have varied
 _LONGEST_DECODE = 4.0  # longer steps, in medians, were interrupted and count as this long
-
-
-class PromptFit(NamedTuple):
-    """Time of a prompt token: ``token_s`` plus ``context_s`` per token before it; 0: unknown."""
-
-    token_s: float = 0.0
-    context_s: float = 0.0
-
-
-class DecodeFit(NamedTuple):
-    """Time of a step without prompt tokens: the sum of three parts; all 0: unknown.
-
-    Attributes:
-        step_s: Time of each step.
-        row_s: Further time per sequence.
-        context_s: Further time per token of their contexts.
-    """
-
-    step_s: float = 0.0
-    row_s: float = 0.0
-    context_s: float = 0.0
 
 
 class StepRates:
@@ -85,12 +63,12 @@ class StepRates:
         return self._prompt_tokens / self._prompt_s if self._prompt_s else 0.0
 
     @property
-    def prompt_fit(self) -> PromptFit:
+    def prompt_fit(self) -> PromptLine:
         """Fitted time per prompt token and per token of its context, in long steps."""
         return self._line.fit()
 
     @property
-    def decode_fit(self) -> DecodeFit:
+    def decode_fit(self) -> DecodeLine:
         """Fitted time of a decode step by its rows and their contexts."""
         return self._plane.fit()
 
@@ -120,21 +98,21 @@ class _Line:
         self._xx = self._xx * _FIT_KEPT + kept * share * distance_x * distance_x
         self._xy = self._xy * _FIT_KEPT + kept * share * distance_x * distance_y
 
-    def fit(self) -> PromptFit:
+    def fit(self) -> PromptLine:
         if not self._weight:
-            return PromptFit()
+            return PromptLine()
         slope = self._xy / (self._xx + self._weight * _LEAST_SPREAD_TOKENS**2)
         slope = max(slope, 0.0)
         if slope * self._x >= self._y:  # noise: nothing is left for the token itself
             slope = 0.0
-        return PromptFit(self._y - slope * self._x, slope)
+        return PromptLine(self._y - slope * self._x, slope)
 
 
 class _Plane:
     """Fit of y = a + b rows + c context by decaying least squares; none of them is negative.
 
-    What steps have not determined is assumed: ``_ROW_SHARE`` per row, and nothing for context. As
-    for the line, steps that are too close to each other count less than these assumptions.
+    What steps have not determined is assumed: ``STEP_SHARE_PER_STREAM`` per row, and nothing for
+    context. As for the line, steps that are too close count less than these assumptions.
     """
 
     def __init__(self) -> None:
@@ -159,19 +137,19 @@ class _Plane:
         self._ry = self._ry * _DECODE_KEPT + product * far_rows * far_y
         self._cy = self._cy * _DECODE_KEPT + product * far_context * far_y
 
-    def fit(self) -> DecodeFit:
+    def fit(self) -> DecodeLine:
         if not self._weight:
-            return DecodeFit()
+            return DecodeLine()
         row_s, context_s = self._slopes()
         rest_s = self._rows * row_s + self._context * context_s
         if rest_s > self._y:  # noise: nothing is left for the step itself
             row_s *= self._y / rest_s
             context_s *= self._y / rest_s
             rest_s = self._y
-        return DecodeFit(self._y - rest_s, row_s, context_s)
+        return DecodeLine(self._y - rest_s, row_s, context_s)
 
     def _slopes(self) -> tuple[float, float]:
-        assumed_s = _ROW_SHARE * self._y / (1.0 + _ROW_SHARE * self._rows)
+        assumed_s = STEP_SHARE_PER_STREAM * self._y / (1.0 + STEP_SHARE_PER_STREAM * self._rows)
         few_rows = self._weight * _LEAST_SPREAD_ROWS**2
         rr = self._rr + few_rows
         cc = self._cc + self._weight * _LEAST_SPREAD_TOKENS**2

@@ -11,15 +11,13 @@ import re
 import shutil
 import struct
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from baton.engine.core.tiers.places import ELSEWHERE
-from baton.engine.process.shared_tier import OtherFolders
-from baton.engine.process.tier_files import NAME, SUFFIX, hashes_in
+from baton.engine.process.shared_tier import NAME, SUFFIX, OtherFolders, hashes_in
 from baton.types.block_hashes import tag_in
 
 Bytes = npt.NDArray[np.uint8]
@@ -47,32 +45,6 @@ def digest(block_hash: bytes, data: Bytes) -> int:
     return xxhash.xxh3_64_intdigest(data.data, seed=int.from_bytes(block_hash[:8], "little"))
 
 
-class Shelf(Protocol):
-    """Storage of blocks by place."""
-
-    def write(self, place: int, block_hash: bytes, data: Bytes) -> None:
-        """Write a block to a place, or raise ``OSError``."""
-
-    def read(self, place: int, block_hash: bytes) -> Bytes:
-        """Return the block at a place; the data is valid until the next call.
-
-        Raises:
-            DamagedError: The place has other data or none.
-            BlockGoneError: The block is of another worker, which has removed it.
-            OSError: The block cannot be read.
-        """
-
-    def erase(self, tags: frozenset[bytes]) -> int:
-        """Erase the data of all blocks with these tags; return their number.
-
-        Raises:
-            OSError: Some cannot be erased.
-        """
-
-    def close(self) -> None:
-        """Release the storage for another process."""
-
-
 class MemoryShelf:
     """Blocks in memory of this process."""
 
@@ -88,14 +60,18 @@ class MemoryShelf:
         self._digests[place] = digest(block_hash, self._blocks[place])
 
     def read(self, place: int, block_hash: bytes) -> Bytes:
-        """Return a view of the block at a place."""
+        """Return a view of the block at a place.
+
+        Raises:
+            DamagedError: The place has other data or none.
+        """
         data: Bytes = self._blocks[place]
         if digest(block_hash, data) != self._digests[place]:
             raise DamagedError(f"block {place} of the memory tier")
         return data
 
     def erase(self, tags: frozenset[bytes]) -> int:
-        """Overwrite the blocks with these tags."""
+        """Overwrite the blocks with these tags; return their number."""
         places = [place for place, name in enumerate(self._names) if tag_in(name) in tags]
         for place in places:
             self._blocks[place] = 0
@@ -154,7 +130,11 @@ class DiskShelf:
             raise ShelfError(f"{folder}: {error.strerror or error}") from error
 
     def erase(self, tags: frozenset[bytes]) -> int:
-        """Delete the files of the blocks with these tags."""
+        """Delete the files of the blocks with these tags; return their number.
+
+        Raises:
+            OSError: Some cannot be deleted.
+        """
         self._names = [b"" if tag_in(name) in tags else name for name in self._names]
         count = _erase(self._folder, tags)
         if self.others is not None:  # a worker that has ended cannot erase its own
@@ -200,7 +180,7 @@ class DiskShelf:
         return self._folder / (block_hash.hex() + SUFFIX)
 
     def write(self, place: int, block_hash: bytes, data: Bytes) -> None:
-        """Write a block to a place and delete the former block."""
+        """Write a block to a place and delete the former block, or raise ``OSError``."""
         if former := self._names[place]:
             self._names[place] = b""
             self._path(former).unlink(missing_ok=True)
@@ -221,11 +201,13 @@ class DiskShelf:
         """Return the block at a place; the data is valid until the next call.
 
         Raises:
+            DamagedError: The file has other data or is missing.
             BlockGoneError: The block was ``ELSEWHERE`` and is not there any more.
+            OSError: The block cannot be read.
         """
         path = self._path(block_hash)
         if place == ELSEWHERE:
-            folder = self.others.folder_of(block_hash) if self.others is not None else None
+            folder = self.others.folder_of.get(block_hash) if self.others is not None else None
             if folder is None:
                 raise BlockGoneError(f"{path.name} of another worker")
             path = folder / path.name
@@ -241,6 +223,10 @@ class DiskShelf:
         if count != len(self._buffer) or self._buffer[: _HEADER.size].tobytes() != wanted:
             raise DamagedError(f"{path} is damaged")
         return data
+
+
+Shelf = MemoryShelf | DiskShelf
+"""Storage of blocks by place."""
 
 
 def _erase(folder: Path, tags: frozenset[bytes]) -> int:

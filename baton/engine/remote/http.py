@@ -205,7 +205,8 @@ class HttpOrigin:
         name: Name in errors.
         socket_path: Path of a Unix socket; empty for TCP.
         host: Name or address to connect to.
-        server_name: Name in the server's certificate, and in the requests.
+        server_name: Name in the server's certificate.
+        authority: Host and port in the requests.
         prefix: Path before that of each request.
         key: Key that the server requires; empty: none.
         tls: Context with which certificates are verified; None: plain text.
@@ -217,6 +218,7 @@ class HttpOrigin:
     host: str = ""
     port: int = 0
     server_name: str = ""
+    authority: str = "engine"
     prefix: str = ""
     key: str = field(default="", repr=False)
     tls: ssl.SSLContext | None = None
@@ -225,7 +227,7 @@ class HttpOrigin:
     @classmethod
     def of_socket(cls, path: str, name: str = "vLLM") -> Self:
         """Return the server at a Unix socket."""
-        return cls(name=name, socket_path=path, server_name="engine")
+        return cls(name=name, socket_path=path)
 
     @classmethod
     def of_url(cls, url: str, key: str = "", address: str = "") -> Self:
@@ -245,7 +247,8 @@ class HttpOrigin:
             name=url if not address else f"{url} ({address})",
             host=connect_to,
             port=port,
-            server_name=join_address(host, port) if not is_tls else host,
+            server_name=host,
+            authority=join_address(host.partition("%")[0], port),  # no server knows an IPv6 zone
             prefix=parts.path.rstrip("/"),
             key=key,
             tls=trusted_context() if is_tls else None,
@@ -257,7 +260,7 @@ class HttpOrigin:
         """Return an HTTP/1.1 request with a JSON body."""
         key = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
         head = (
-            f"{method} {self.prefix}{target} HTTP/1.1\r\nHost: {self.server_name}\r\n{key}"
+            f"{method} {self.prefix}{target} HTTP/1.1\r\nHost: {self.authority}\r\n{key}"
             f"Connection: {'keep-alive' if keep else 'close'}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
@@ -327,7 +330,10 @@ class HttpOrigin:
         status, complete, response = await self.ask(method, target, timeout_s, body)
         if not complete or status != HTTPStatus.OK:
             text = response[:200].decode(errors="replace")
-            raise StatusError(f"{self.name} answered {target} with status {status}: {text}", status)
+            how = f"with status {status}: {text}"
+            if not status:
+                how = "by closing the connection (does its URL begin with https://?)"
+            raise StatusError(f"{self.name} answered {target} {how}", status)
         return response
 
     async def ask(
@@ -359,8 +365,20 @@ class HttpOrigin:
         except (ConnectionRefusedError, FileNotFoundError) as error:
             raise RefusedError(f"nothing listens at {self.name}: {error.strerror}") from None
         except (OSError, TimeoutError) as error:
-            raise UnavailableError(f"{self.name} does not respond to {target}: {error!r}") from None
+            why = _problem_of(error)
+            raise UnavailableError(f"{self.name} does not respond to {target}: {why}") from None
         return exchange.status, complete, b"".join(parts)
+
+
+def _problem_of(error: OSError) -> str:
+    """Return what has failed, and the fix if it is known."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        issuer = "issuer" in error.verify_message or "self-signed" in error.verify_message
+        fix = " (SSL_CERT_FILE names a file with its CA)" if issuer else ""
+        return f"its certificate is not accepted: {error.verify_message}{fix}"
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        return "it does not speak TLS (does its URL begin with http://?)"
+    return repr(error)
 
 
 async def _begin_at_socket(path: str, exchange: HttpExchange) -> None:

@@ -192,9 +192,7 @@ def open_grammars(artifact: ModelArtifact) -> Grammars:
     """Return grammars over a model's vocabulary, which is read in a thread."""
     c = artifact.config
     return Grammars(
-        lambda: vocabulary_of(
-            load_tokenizer(artifact.tokenizer_source()), c.vocab_size, c.eos_token_ids
-        ),
+        lambda: vocabulary_of(load_tokenizer(artifact.tokenizer), c.vocab_size, c.eos_token_ids),
         c.vocab_size,
     )
 

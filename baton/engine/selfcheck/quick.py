@@ -2,19 +2,21 @@
 
 import statistics
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
+from baton.engine.loading.memory import kv_geometry
 from baton.engine.loading.open import load_weights
 from baton.engine.selfcheck.dense import DenseLlama
 from baton.engine.selfcheck.engine_under_test import WARM_TOKENS, EngineUnderTest
-from baton.engine.selfcheck.read_bound import ReadBound
-from baton.model.artifact import resolve_model
+from baton.model.artifact import ModelConfig, resolve_model
 from baton.types.geometry import BLOCK_TOKENS
 
 PROMPT_TOKENS = 128
 BATCH = 4
+READ_BYTES = 1 << 28  # more than the caches hold
 _ROUNDS = 2
 _STEPS = 4
 
@@ -88,3 +90,32 @@ def _measure(model: str, dtype: str) -> Speed:
 def _ratio(times: list[tuple[float, float]]) -> float:
     dense = statistics.median(dense for dense, _ in times)
     return dense / statistics.median(engine for _, engine in times)
+
+
+class ReadBound:
+    """Time of reading as many bytes as a decode step, in order, with torch's threads.
+
+    A step reads all weights, and the KV of each sequence.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], config: ModelConfig, dtype: str
+    ) -> None:
+        self._weight_bytes = sum(weight.nbytes for weight in weights.values())
+        if "head" in weights:  # of the embeddings, few rows are read
+            self._weight_bytes -= weights["embed"].nbytes
+        self._token_bytes = kv_geometry(config, dtype, 1).pool_bytes // BLOCK_TOKENS
+        self._windows = config.layer_windows or (None,)
+        self._memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+
+    def probe_s(self) -> float:
+        """Read memory once, and return the seconds that it took."""
+        began_s = time.perf_counter()
+        self._memory.sum()
+        return time.perf_counter() - began_s
+
+    def step_s(self, probe_s: float, batch: int, context: int) -> float:
+        """Return the least seconds of a step of ``batch`` sequences, by a probe's seconds."""
+        tokens = sum(min(window or context, context) for window in self._windows)
+        kv_bytes = batch * tokens * self._token_bytes / len(self._windows)
+        return probe_s * (self._weight_bytes + kv_bytes) / READ_BYTES

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from baton.registry.commands import slices
 from baton.registry.redis_store import Registry
+from baton.registry.worker_blocks import slices
 from baton.tenants.usage.ledger import Counters, RowName, UsageReport, field_of, summed
 
 KEPT_DAYS = 100

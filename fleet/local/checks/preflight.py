@@ -248,7 +248,7 @@ def _checked_model(config: FleetConfig, whole: bool) -> ModelFinding:
     else:
         ChatTemplate(artifact.chat_template, with_tools=artifact.tool_template)
     if whole:
-        load_tokenizer(artifact.tokenizer_source(), encodes=False)
+        load_tokenizer(artifact.tokenizer, encodes=False)
         if artifact.weight_files and not external and config.pools.engine.emulated is None:
             from baton.engine.loading.stored_weights import check_weights
 

@@ -214,7 +214,7 @@ class Preparer:
     ) -> list[GenerationRequest]:
         """Return the requests of an embeddings call, one for each input."""
         inputs = body.inputs()
-        size = self._model.hidden_size
+        size = self._model.artifact.config.hidden_size
         if not 1 <= len(inputs) <= MAX_INPUTS:
             raise InvalidRequestError.at(
                 "input", f"must contain 1 to {MAX_INPUTS} inputs (got {len(inputs)})"

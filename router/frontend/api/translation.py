@@ -32,7 +32,7 @@ class TranslatedConversation:
         self.places: list[str] = []
         self.image_places: dict[int, str] = {}
         self._joins = joins
-        self._thoughts: list[str] = []  # of the assistant's next message
+        self.thoughts: list[str] = []  # of the assistant's next message
 
     def content(self, parts: list[Any]) -> Content:
         """Return the content that consists of texts, and of images as returned by `image`."""
@@ -48,22 +48,18 @@ class TranslatedConversation:
         """Add a text of one role, or texts and images."""
         last = self.messages[-1] if self.messages else {}
         joins = last.get("role") == role and role in self._joins
-        if joins and "tool_calls" not in last and not self._thoughts:
+        if joins and "tool_calls" not in last and not self.thoughts:
             if not isinstance(last["content"], list):
                 last["content"] = [last["content"]] if last["content"] else []
             last["content"] += [text] if isinstance(text, str) else text  # a chat joins texts
         else:
             self._append({"role": role, "content": text}, where)
 
-    def add_thoughts(self, text: str) -> None:
-        """Add reasoning that precedes the assistant's next message."""
-        self._thoughts.append(text)
-
     def add_call(self, call_id: str, name: str, arguments: str, where: str) -> None:
         """Add a call of the assistant to the text before it."""
         function = {"name": name, "arguments": arguments}
         last = self.messages[-1] if self.messages else None
-        if last is None or last["role"] != "assistant" or self._thoughts:
+        if last is None or last["role"] != "assistant" or self.thoughts:
             last = self._append({"role": "assistant", "content": ""}, where)
         calls = last.setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
@@ -81,9 +77,9 @@ class TranslatedConversation:
             self.places.pop()
 
     def _append(self, message: dict[str, Any], where: str) -> dict[str, Any]:
-        if message["role"] == "assistant" and self._thoughts:
-            message["reasoning_content"] = "\n".join(self._thoughts)
-        self._thoughts = []
+        if message["role"] == "assistant" and self.thoughts:
+            message["reasoning_content"] = "\n".join(self.thoughts)
+        self.thoughts = []
         self.messages.append(message)
         self.places.append(where)
         return message

@@ -22,8 +22,9 @@ from math import ceil, exp, expm1, inf
 from typing import NamedTuple
 
 from baton.types.slo import Slo
+from baton.types.step_lines import STEP_SHARE_PER_STREAM
 from router.routing.admission.promises import Promises
-from router.routing.placement.cost import STEP_SHARE_PER_STREAM, Candidate
+from router.routing.placement.cost import Candidate
 
 HEADROOM = 0.8
 """Share of the limits up to which a request is predicted to be on time."""

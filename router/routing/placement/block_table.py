@@ -8,7 +8,7 @@ one for machines without a compiler.
 import ctypes
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,47 +49,6 @@ class LiveWorkers:
         self.bits[worker // 8] &= ~(1 << worker % 8) & 0xFF
 
 
-class BlockTable(Protocol):
-    """Workers by block hash. Numbers of workers are below 65,535."""
-
-    @property
-    def blocks(self) -> int:
-        """Number of different blocks."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """Approximate size of the table, in bytes."""
-
-    def add(self, worker: int, hashes: bytes, most: int) -> Changed:
-        """Add blocks of a worker, at most ``most`` that it does not have yet."""
-
-    def remove(self, worker: int, hashes: bytes) -> Changed:
-        """Remove blocks of a worker."""
-
-    def match(
-        self, hashes: bytes, live: LiveWorkers, others: Sequence["BlockTable"] = ()
-    ) -> list[tuple[int, int]]:
-        """Return how many leading blocks each live worker has that has the first one.
-
-        ``others`` are tables of the same kind whose blocks count, too.
-        """
-
-    def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:
-        """Remove workers from some of the ``PARTS``."""
-
-    def hashes_of(self, worker: int) -> list[bytes]:
-        """Return all blocks of a worker, by a scan of the table."""
-
-    def clear(self) -> None:
-        """Remove all blocks of all workers."""
-
-
-def block_table() -> BlockTable:
-    """Return a native table, or a plain one without a compiler."""
-    library = load()
-    return PlainBlockTable() if library is None else NativeBlockTable(library)
-
-
 def packed(hashes: Hashes) -> bytes:
     """Return the hashes concatenated."""
     return hashes if isinstance(hashes, bytes) else b"".join(hashes)
@@ -101,7 +60,7 @@ def each_hash(hashes: bytes) -> Iterator[bytes]:
 
 
 class PlainBlockTable:
-    """Block table of dictionaries."""
+    """Workers by block hash, in dictionaries. Numbers of workers are below 65,535."""
 
     def __init__(self) -> None:
         self.parts: list[dict[bytes, set[int]]] = [{} for _ in range(PARTS)]
@@ -117,7 +76,7 @@ class PlainBlockTable:
         return 400 * self.blocks
 
     def add(self, worker: int, hashes: bytes, most: int) -> Changed:
-        """Add blocks of a worker; see ``BlockTable``."""
+        """Add blocks of a worker, at most ``most`` that it does not have yet."""
         blocks = checksum = 0
         for block_hash in each_hash(hashes):
             if blocks == most:
@@ -130,7 +89,7 @@ class PlainBlockTable:
         return Changed(blocks, checksum)
 
     def remove(self, worker: int, hashes: bytes) -> Changed:
-        """Remove blocks of a worker; see ``BlockTable``."""
+        """Remove blocks of a worker."""
         blocks = checksum = 0
         for block_hash in each_hash(hashes):
             part = self.parts[block_hash[-1]]
@@ -145,9 +104,12 @@ class PlainBlockTable:
         return Changed(blocks, checksum)
 
     def match(
-        self, hashes: bytes, live: LiveWorkers, others: Sequence[BlockTable] = ()
+        self, hashes: bytes, live: LiveWorkers, others: Sequence["BlockTable"] = ()
     ) -> list[tuple[int, int]]:
-        """Match a prompt; see ``BlockTable``."""
+        """Return how many leading blocks each live worker has that has the first one.
+
+        ``others`` are tables of the same kind whose blocks count, too.
+        """
         tables = [self, *(other for other in others if isinstance(other, PlainBlockTable))]
         alive = live.numbers
         lengths = []
@@ -164,7 +126,7 @@ class PlainBlockTable:
         return lengths + [(worker, count + 1) for worker in alive] if hashes else []
 
     def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:
-        """Remove workers from some parts; see ``BlockTable``."""
+        """Remove workers from some of the ``PARTS``."""
         for part in self.parts[first_part : first_part + parts]:
             for block_hash, workers in list(part.items()):
                 workers.difference_update(gone)
@@ -215,7 +177,7 @@ class NativeBlockTable:
             self._library.baton_blocks_widen(self.handle, self.room)
 
     def add(self, worker: int, hashes: bytes, most: int) -> Changed:
-        """Add blocks of a worker; see ``BlockTable``."""
+        """Add blocks of a worker; see ``PlainBlockTable``."""
         self.widen(worker + 1)
         checksum = ctypes.c_uint64(0)
         blocks = self._library.baton_blocks_add(
@@ -229,7 +191,7 @@ class NativeBlockTable:
         return Changed(blocks, checksum.value)
 
     def remove(self, worker: int, hashes: bytes) -> Changed:
-        """Remove blocks of a worker; see ``BlockTable``."""
+        """Remove blocks of a worker; see ``PlainBlockTable``."""
         self.widen(worker + 1)
         checksum = ctypes.c_uint64(0)
         blocks = self._library.baton_blocks_remove(
@@ -238,9 +200,9 @@ class NativeBlockTable:
         return Changed(blocks, checksum.value)
 
     def match(
-        self, hashes: bytes, live: LiveWorkers, others: Sequence[BlockTable] = ()
+        self, hashes: bytes, live: LiveWorkers, others: Sequence["BlockTable"] = ()
     ) -> list[tuple[int, int]]:
-        """Match a prompt; see ``BlockTable``."""
+        """Match a prompt; see ``PlainBlockTable``."""
         tables = [self]
         tables += [other for other in others if isinstance(other, NativeBlockTable)]
         most = max(len(live.bits) * 8, max([table.room for table in tables]))
@@ -267,7 +229,7 @@ class NativeBlockTable:
         return list(zip(workers, lengths, strict=True))
 
     def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:
-        """Remove workers from some parts; see ``BlockTable``."""
+        """Remove workers from some parts; see ``PlainBlockTable``."""
         if not gone or not self.blocks:
             return
         self.widen(max(gone) + 1)
@@ -287,3 +249,12 @@ class NativeBlockTable:
     def clear(self) -> None:
         """Remove all blocks of all workers."""
         self._library.baton_blocks_clear(self.handle)
+
+
+BlockTable = PlainBlockTable | NativeBlockTable
+
+
+def block_table() -> BlockTable:
+    """Return a native table, or a plain one without a compiler."""
+    library = load()
+    return PlainBlockTable() if library is None else NativeBlockTable(library)

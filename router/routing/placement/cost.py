@@ -23,6 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from baton.types.geometry import BLOCK_TOKENS, context_tokens
+from baton.types.step_lines import DecodeLine
 from router.request import Mode
 from router.routing.placement.prefix_sources import Chain, Source, cheapest_chains
 
@@ -38,35 +39,12 @@ BRING_OVERHEAD_S = 0.002
 PRIOR_TIER_BLOCK_S = {"memory": 0.0005, "disk": 0.003}
 # Rank 8 for a small model, read and checked (measured: 0.1 s).
 PRIOR_ADAPTER_LOAD_S = 0.1
-# Share by which one more sequence lengthens a step (measured: 29 → 50 ms from batch 1 to 32).
-STEP_SHARE_PER_STREAM = 0.023
 # The last layer group cannot hide behind compute.
 EXPOSED_SHARE = 0.05
 # Number of workers of each role that are priced in pairs: the best by their own part.
 PAIRED_OF_A_ROLE = 6
 # Number of cheapest placements that are reported in full, and chosen among.
 COMPARED = 16
-
-
-class FittedDecodeLine(NamedTuple):
-    """Time of a step without prompt tokens, as a worker fitted it; all 0 if it has not."""
-
-    step_s: float = 0.0
-    row_s: float = 0.0  # further time per sequence
-    context_s: float = 0.0  # further time per token of their contexts
-
-    def seconds(self, rows: float, context: float) -> float:
-        """Return the time of a step; ``context`` are the tokens of all rows."""
-        return self.step_s + rows * self.row_s + context * self.context_s
-
-    def beside(self, median_s: float) -> "FittedDecodeLine":
-        """Return the line for the number of streams beside one more.
-
-        Without a fit it begins at the median step, and ``STEP_SHARE_PER_STREAM`` is assumed.
-        """
-        if any(self):
-            return self._replace(step_s=self.step_s + self.row_s)
-        return FittedDecodeLine(median_s, median_s * STEP_SHARE_PER_STREAM)
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +79,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     prefill_token_s: float = 0.0  # one token without context; 0: use the rate
     prefill_context_s: float = 0.0  # more per token of context
     decode_step_s: float = PRIOR_DECODE_STEP_S
-    decode_line: FittedDecodeLine = FittedDecodeLine()
+    decode_line: DecodeLine = DecodeLine()
     answering_context: int = 0
     coming_context: int = 0
     block_bytes: int = 0
@@ -209,7 +187,11 @@ def candidates(
     parts = [(work.prompt(worker), work.answer(worker)) for worker in workers]
     priced: list[tuple[float, _Prompt, _Answer]] = []
     if mode != "disaggregated":
-        priced += [(_alone_s(prompt, answer), prompt, answer) for prompt, answer in parts]
+        priced += [
+            # one worker loads the adapter once
+            (prompt.own_s + answer.with_adapter_s - answer.worker.adapter_s, prompt, answer)
+            for prompt, answer in parts
+        ]
     if mode != "colocated":
         priced += [
             (prompt.own_s + answer.with_adapter_s + _transfer_s(prompt, answer), prompt, answer)
@@ -392,11 +374,6 @@ def _halves(parts: Sequence[tuple[_Prompt, _Answer]]) -> list[tuple[list[_Prompt
         )
         for prompts, answers in formats.values()
     ]
-
-
-def _alone_s(prompt: _Prompt, answer: _Answer) -> float:
-    """Return the cost on one worker, which loads the adapter once."""
-    return prompt.own_s + answer.with_adapter_s - answer.worker.adapter_s
 
 
 def _transfer_s(prompt: _Prompt, answer: _Answer) -> float:

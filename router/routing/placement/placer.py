@@ -174,8 +174,6 @@ class Placer:
         usable = list(self._workers.usable)
         if avoid:
             usable = [slot for slot in usable if slot.incarnation != avoid]
-        if request.goes_on:
-            usable = [slot for slot in usable if slot.goes_on]
         among = request.among
         if request.pinned is not None:
             among = frozenset(filter(None, (request.pinned.prefill, request.pinned.decode)))

@@ -264,14 +264,6 @@ class PrefixIndex:
             self._lost(entry)
             self._keep(entry, batch)
             return Applied.SNAPSHOT_NEEDED
-        if batch.cleared:
-            before = entry.number
-            self._retire(entry)
-            entry.number = self._numbers.take()
-            entry.blocks = 0
-            entry.checksum = 0
-            self._expected.rename(before, entry.number)
-            self._count(batch.incarnation, entry)
         gone = b"".join(batch.removed)
         removed = self._table.remove(entry.number, gone)
         if gone:

@@ -16,11 +16,12 @@ was at the choice: a request that waited longer so that others wait less was pla
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
+from batonpb.common_pb2 import WorkerStatus
 
-from router.routing.placement.cost import Candidate, FittedDecodeLine, Terms, WorkerLoad, price
+from baton.types.step_lines import DecodeLine
+from router.routing.placement.cost import Candidate, Terms, WorkerLoad, price
 
 REPRICED_CANDIDATES = 12
 """Number of cheapest candidates that are priced again at each request's end, in the event loop."""
@@ -49,16 +50,6 @@ class Allowance:
             return False
         self._left -= 1
         return True
-
-
-class FittedRates(NamedTuple):
-    """Rates that a worker reports when the request ends; 0 if it has not measured."""
-
-    prefill_tokens_per_s: float
-    decode_step_s: float
-    prefill_token_s: float = 0.0
-    prefill_context_s: float = 0.0
-    decode_line: FittedDecodeLine = FittedDecodeLine()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +83,14 @@ def regret(
     chosen: Candidate,
     compared: Sequence[Candidate],
     measured: MeasuredRequest,
-    fitted: Callable[[str], FittedRates | None],
+    fitted: Callable[[str], WorkerStatus | None],
     *,
     prompt_tokens: int,
     choices: int,
 ) -> Regret:
     """Return the regret of a choice among ``compared``, which is sorted.
 
-    ``fitted`` gives a worker's current rates; None for one that is gone, whose old rates are used.
+    ``fitted`` gives a worker's last report; None for one that is gone, whose old rates are used.
     """
     refitted_workers: dict[str, WorkerLoad] = {}
 
@@ -130,10 +121,11 @@ def regret(
     return Regret(seconds=chosen_s - best_s, chosen_s=chosen_s, best_s=best_s, best=best)
 
 
-def _refit(worker: WorkerLoad, fitted: Callable[[str], FittedRates | None]) -> WorkerLoad:
+def _refit(worker: WorkerLoad, fitted: Callable[[str], WorkerStatus | None]) -> WorkerLoad:
     rates = fitted(worker.worker_id)
     if rates is None:
         return worker
+    line = DecodeLine(rates.decode_base_s, rates.decode_row_s, rates.decode_context_s)
     if rates.prefill_tokens_per_s:
         worker = msgspec.structs.replace(
             worker,
@@ -144,7 +136,7 @@ def _refit(worker: WorkerLoad, fitted: Callable[[str], FittedRates | None]) -> W
     return msgspec.structs.replace(
         worker,
         decode_step_s=rates.decode_step_s or worker.decode_step_s,
-        decode_line=rates.decode_line if any(rates.decode_line) else worker.decode_line,
+        decode_line=line if any(line) else worker.decode_line,
     )
 
 

@@ -349,7 +349,8 @@ class Shortlist:
             own_s = np.where(cached < source_blocks, np.minimum(own_s, pull_s + rest_s), own_s)
         prompt_s = queued * columns["token_s"] + own_s + jitter_s
         streams += jitter_s
-        self._exclude(prompt.request, prompt.avoid, prompt_s, streams)
+        if (index := self._workers.index_of_incarnation.get(prompt.avoid)) is not None:
+            prompt_s[index] = streams[index] = np.inf  # behind all others
         kept: list[int] = []
         for role, members in workers.members.items():
             fast, free = (keep, keep // 2) if role == "prefill" else (keep // 2, keep)
@@ -371,16 +372,6 @@ class Shortlist:
             },
             now_ns,
         )
-
-    def _exclude(
-        self, request: GenerationRequest, avoid: bytes, prompt_s: _Column, streams: _Column
-    ) -> None:
-        """Sort workers that cannot be chosen behind all others."""
-        index = self._workers.index_of_incarnation.get(avoid)
-        excluded = [index] if index is not None else []
-        if request.goes_on:
-            excluded += [i for i, slot in enumerate(self._workers.usable) if not slot.goes_on]
-        prompt_s[excluded] = streams[excluded] = np.inf
 
 
 def _smallest(members: npt.NDArray[np.intp], column: _Column, keep: int) -> list[int]:

@@ -10,6 +10,7 @@ import msgspec
 from batonpb.common_pb2 import Capabilities, WorkerStatus
 
 from baton.types.geometry import BLOCK_TOKENS, context_tokens, head_bytes
+from baton.types.step_lines import DecodeLine
 from baton.wire.compatibility import external_engine, format_id
 from router.routing.placement.block_table import Hashes
 from router.routing.placement.booked_load import LoadBook, Unreported
@@ -21,13 +22,11 @@ from router.routing.placement.cost import (
     PRIOR_EDGE_BYTES_PER_S,
     PRIOR_PREFILL_TOKENS_PER_S,
     PRIOR_TIER_BLOCK_S,
-    FittedDecodeLine,
     WorkerLoad,
 )
 from router.routing.placement.edges import Links, ReportedEdges
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.prefix_sources import Source
-from router.routing.placement.regret import FittedRates
 from router.routing.workers.slot import WorkerSlot
 
 NO_TIERS = (0, 0.0)
@@ -156,7 +155,7 @@ class ParsedReport(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float
     prompt_line: FittedPromptLine
     decode_step_s: float
-    decode_line: FittedDecodeLine
+    decode_line: DecodeLine
     answering_context: int
     coming_context: int
     adapters: frozenset[bytes]
@@ -213,7 +212,9 @@ class ParsedReport(msgspec.Struct, frozen=True, kw_only=True):
             prefill_tokens_per_s=status.prefill_tokens_per_s,
             prompt_line=FittedPromptLine.fitted(status.prefill_token_s, status.prefill_context_s),
             decode_step_s=status.decode_step_s,
-            decode_line=_decode_line(status),
+            decode_line=DecodeLine(
+                status.decode_base_s, status.decode_row_s, status.decode_context_s
+            ),
             answering_context=status.answering_context,
             coming_context=status.coming_context,
             adapters=frozenset(status.adapters),
@@ -228,10 +229,6 @@ class ParsedReport(msgspec.Struct, frozen=True, kw_only=True):
                 for tier in status.kv_tiers
             },
         )
-
-
-def _decode_line(status: WorkerStatus) -> FittedDecodeLine:
-    return FittedDecodeLine(status.decode_base_s, status.decode_row_s, status.decode_context_s)
 
 
 def _block_shape(capabilities: Capabilities) -> tuple[int, int, str, bool]:
@@ -395,17 +392,3 @@ class Known(NamedTuple):
             edges_bytes_per_s=report.edges_bytes_per_s,
             unmeasured_bytes_per_s=rates.edge_bytes_per_s,
         )
-
-
-def fitted_rates(slot: WorkerSlot | None) -> FittedRates | None:
-    """Return the current rates of a live worker."""
-    status = slot.link.status if slot is not None and slot.link is not None else None
-    if status is None:
-        return None
-    return FittedRates(
-        status.prefill_tokens_per_s,
-        status.decode_step_s,
-        status.prefill_token_s,
-        status.prefill_context_s,
-        _decode_line(status),
-    )

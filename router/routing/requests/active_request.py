@@ -81,10 +81,6 @@ class ActiveRequest:
         self.prefill_asked = b""
         self.repairs = {}
 
-    def notify(self) -> None:
-        """Wake the HTTP handler of the request."""
-        self.wakeup.set()
-
     def stop_timers(self) -> None:
         """Cancel the deadline and the timeout of waiting for a prefill worker."""
         for timer in (self.timer, self.repair_timer):

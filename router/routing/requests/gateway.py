@@ -238,7 +238,7 @@ class Gateway:
         held = wait.blocks * wait.prompt.worker.block_tokens
         self.work.placed(active.id, max(len(active.request.prompt) - held, 1))
         active.record.note(f"waits for the prefix of {wait.prompt.request_id}", monotonic_ns())
-        self.observer.waits_for_prefix()
+        self.observer.metrics.inc("baton_prefix_waits")
 
     def _judge(self, active: ActiveRequest, entry: Waiting, quote: Quote | None) -> None:
         active.admitted = True
@@ -320,7 +320,7 @@ class Gateway:
         self._learn(active)
         if active.record.error is None:
             self.placer.learn(active.request, active.record.completion_tokens)
-        active.notify()
+        active.wakeup.set()
         self.pump()
 
     def _leave(self, request_id: str) -> bool:  # a place outside the queue

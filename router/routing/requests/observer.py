@@ -7,6 +7,7 @@ request's time is the phase ``unattributed``, so that the phases always add up.
 from collections.abc import Callable
 from statistics import median
 
+from batonpb.common_pb2 import WorkerStatus
 from batonpb.decode_pb2 import RequestTimes
 
 from baton.registry.router_demands import PlannedSizes
@@ -14,7 +15,7 @@ from baton.telemetry.live_series import LiveSeries
 from baton.telemetry.metrics import Metrics
 from baton.telemetry.tracing import sampled_trace_id
 from router.request import GenerationRequest
-from router.routing.placement.regret import Allowance, FittedRates, MeasuredRequest, regret
+from router.routing.placement.regret import Allowance, MeasuredRequest, regret
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.call import Call
 from router.routing.requests.record import RequestRecord
@@ -56,7 +57,7 @@ class Observer:
         self._running = metrics.histogram("baton_running_seconds")
         self._frame_gaps: dict[float, int] = {}  # gap in seconds: tokens
         self._regrets = Allowance()
-        self.fitted: Callable[[str], FittedRates | None] = lambda _: None
+        self.fitted: Callable[[str], WorkerStatus | None] = lambda _: None
         """Returns the rates that a worker reports, at the end of a request."""
         self.on_charged: Callable[[GenerationRequest, RequestTimes], None] = lambda *_: None
         """Receives the times that a worker computed for a request."""
@@ -122,10 +123,6 @@ class Observer:
     def fallback(self, reason: str) -> None:
         """Count a request that runs otherwise than chosen."""
         self.metrics.inc("baton_fallbacks", reason=reason)
-
-    def waits_for_prefix(self) -> None:
-        """Count a request that waits while another one computes its prefix."""
-        self.metrics.inc("baton_prefix_waits")
 
     def poison(self) -> None:
         """Count a request that was ended because workers died with it."""

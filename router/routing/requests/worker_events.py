@@ -191,7 +191,7 @@ class WorkerEvents:
         if record.ended:
             gateway.release(active)
         else:
-            active.notify()
+            active.wakeup.set()
 
     def _on_end(
         self, link: WorkerLink, active: ActiveRequest, end: RequestEnd, now_ns: int

@@ -34,9 +34,9 @@ from batonpb.decode_pb2_grpc import DecodeStub
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import UnavailableError
+from baton.wire.codecs import gather
 from baton.wire.compatibility import GATHERED_WIRE
 from baton.wire.grpc_options import ROUTER_OPTIONS, open_channel
-from baton.wire.router_frames import gather
 from baton.wire.tls import distrust
 from router.process_core import ProcessCore
 from router.routing.workers.silence import Rest, UnansweredFrames

@@ -7,7 +7,7 @@ from typing import Any
 from batonpb.common_pb2 import BlockCounts, Capabilities, WorkerStatus
 
 from baton.registry.types import Role, WorkerRecord
-from baton.wire.compatibility import EMITTED_WIRE, emulation, external_engine, wire_overlaps
+from baton.wire.compatibility import emulation, external_engine, wire_overlaps
 from router.routing.workers.link import WorkerLink
 
 _STATES = ("starting", "ready", "draining")
@@ -143,11 +143,6 @@ class WorkerSlot:
         """True if other workers may pull prefixes from it; a draining worker allows it, too."""
         link = self.link
         return link is not None and link.live and self.state in ("ready", "draining")
-
-    @property
-    def goes_on(self) -> bool:
-        """True if the worker can resume a response that began at another one."""
-        return self.link is not None and self.link.capabilities.wire.max >= EMITTED_WIRE
 
     def describe(self) -> dict[str, Any]:
         """Return the worker's entry in ``GET /fleet``: every field in every state."""

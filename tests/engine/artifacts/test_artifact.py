@@ -33,7 +33,7 @@ def test_the_default_model_is_described_in_full(artifact: ModelArtifact) -> None
     assert c.tie_word_embeddings
     assert c.eos_token_ids == (2, 0, 4)
     assert artifact.chat_template is not None
-    assert "tokenizer.ggml.merges" in artifact.tokenizer_source()
+    assert "tokenizer.ggml.merges" in artifact.tokenizer
     assert {len(artifact.weights_digest), len(artifact.tokenizer_digest)} == {16}
 
 
@@ -331,7 +331,7 @@ def test_a_directory_gives_its_tokenizer_template_and_licence(tmp_path: Path) ->
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Model\n")
     artifact = resolve_model(str(tmp_path))
-    assert artifact.tokenizer_source() == "{}"
+    assert artifact.tokenizer == "{}"
     assert artifact.chat_template == "{{ messages }}"
     assert artifact.license == "mit"
     assert artifact.quantisation == "F32"

@@ -70,7 +70,7 @@ def test_ids_and_shown_texts_are_those_of_transformers(tmp_path: Path, files: di
     path = folder(tmp_path, **files)
     theirs = AutoTokenizer.from_pretrained(path)
     artifact = resolve_model(str(path))
-    ours = load_tokenizer(artifact.tokenizer_source())
+    ours = load_tokenizer(artifact.tokenizer)
     ids = theirs(TEXT).input_ids
     assert ours.encode(TEXT, add_special_tokens=True) == ids
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
@@ -81,7 +81,7 @@ def test_ids_and_shown_texts_are_those_of_transformers(tmp_path: Path, files: di
 @pytest.mark.parametrize("kind", ["Qwen2Tokenizer", "GPT2TokenizerFast", "TokenizersBackend"])
 def test_a_space_goes_before_texts_if_the_class_reads_the_key(tmp_path: Path, kind: str) -> None:
     path = folder(tmp_path, tokenizer_config={"tokenizer_class": kind, "add_prefix_space": True})
-    ours = load_tokenizer(resolve_model(str(path)).tokenizer_source())
+    ours = load_tokenizer(resolve_model(str(path)).tokenizer)
     theirs = AutoTokenizer.from_pretrained(path)
     for text in ("Hello you", " a<|two|>b", "<|one|> c"):
         assert ours.encode(text) == theirs(text).input_ids
@@ -90,7 +90,7 @@ def test_a_space_goes_before_texts_if_the_class_reads_the_key(tmp_path: Path, ki
 def test_the_right_words_of_mistral_are_used_if_the_files_say_so(tmp_path: Path) -> None:
     for flag, pieces in ((True, ["Hello", "World", "1", "2"]), (False, ["HelloWorld", "12"])):
         path = folder(tmp_path / str(flag), tokenizer_config={"fix_mistral_regex": flag})
-        backend = load_tokenizer(resolve_model(str(path)).tokenizer_source()).backend
+        backend = load_tokenizer(resolve_model(str(path)).tokenizer).backend
         words = backend.pre_tokenizer.pre_tokenize_str("HelloWorld12")
         assert [word for word, _ in words] == pieces
 

@@ -103,7 +103,7 @@ def test_chunked_at_any_size(step_tokens):
 
 
 def queued_tokens(core: EngineCore) -> int:
-    return core.batch.load().queued_tokens
+    return core.batch.load().queued_prompt_tokens
 
 
 @pytest.mark.parametrize("steps", [0, 1])

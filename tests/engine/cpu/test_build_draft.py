@@ -19,7 +19,7 @@ from tests.engine.loading.test_loading import write_directory
 
 def tokenizer_json(artifact: ModelArtifact) -> str:
     """A model's tokenizer as a ``tokenizer.json``."""
-    backend = load_tokenizer(artifact.tokenizer_source()).backend
+    backend = load_tokenizer(artifact.tokenizer).backend
     return str(backend.to_str())
 
 

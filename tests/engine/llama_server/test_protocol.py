@@ -22,7 +22,7 @@ END = 2  # <|im_end|>
 
 @pytest.fixture(scope="module")
 def pieces() -> TokenPieces:
-    return TokenPieces(load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer_source()))
+    return TokenPieces(load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer))
 
 
 def spec_of(kind: Kind = Kind.FULL, emitted: tuple[Any, ...] = (), **params: Any) -> RequestSpec:
@@ -64,7 +64,7 @@ def read(stream: CompletionStream, data: bytes, size: int = 7) -> tuple[list[int
 def test_tokens_without_an_event_are_found_by_the_bytes_of_their_character(pieces) -> None:
     stream = stream_of(pieces)
     tokens, reports = read(stream, ORANGES + last(10, "limit"))
-    encoded = load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer_source()).encode(" 🍊🍊 日本")
+    encoded = load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer).encode(" 🍊🍊 日本")
     assert tokens == encoded
     assert b"".join(map(pieces.spell, tokens)).decode() == " 🍊🍊 日本"
     assert [report.index for report in reports] == [0, 3, 6, 9, 10]

@@ -140,7 +140,7 @@ def test_greedy_tokens_are_equal(
     prompts: tuple[str, ...],
     count: int,
 ) -> None:
-    tokenizer = load_tokenizer(artifact.tokenizer_source())
+    tokenizer = load_tokenizer(artifact.tokenizer)
     driver = make_driver("fp32", "exact", 400)
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
     for text in prompts:
@@ -151,7 +151,7 @@ def test_greedy_tokens_are_equal(
 def test_prompt_scores_and_vectors_agree(
     artifact: ModelArtifact, make_driver: Callable[..., Driver], theirs: Any
 ) -> None:
-    tokens = load_tokenizer(artifact.tokenizer_source()).encode(PROMPTS[7] * 9 + PROMPTS[13])
+    tokens = load_tokenizer(artifact.tokenizer).encode(PROMPTS[7] * 9 + PROMPTS[13])
     with torch.inference_mode():
         found = theirs(torch.tensor([tokens]), output_hidden_states=True)
     logprobs = torch.log_softmax(found.logits[0, :-1], dim=-1)

@@ -70,12 +70,20 @@ async def test_a_key_goes_over_tls_to_one_address_of_a_name(
     port = server.sockets[0].getsockname()[1]
     origin = HttpOrigin.of_url(f"https://localhost:{port}/vllm/", "secret", "127.0.0.1")
     assert await origin.fetch("GET", "/health", 10.0) == b"yes"
-    assert heads[0].startswith(b"GET /vllm/health HTTP/1.1\r\n")
+    assert heads[0].startswith(b"GET /vllm/health HTTP/1.1\r\nHost: localhost:%d\r\n" % port)
     assert b"Authorization: Bearer secret\r\n" in heads[0]
     assert "secret" not in repr(origin)
     stranger = HttpOrigin.of_url(f"https://other.host:{port}", "secret", "127.0.0.1")
-    with pytest.raises(UnavailableError, match="certificate"):
+    with pytest.raises(UnavailableError, match="is not accepted: .* 'other.host'.$"):
         await stranger.fetch("GET", "/health", 10.0)
+    plain = HttpOrigin.of_url(f"http://localhost:{port}")
+    with pytest.raises(UnavailableError, match="closing the connection .does its URL .* https://"):
+        await plain.fetch("GET", "/health", 10.0)
+    monkeypatch.delenv("SSL_CERT_FILE")
+    http.trusted_context.cache_clear()
+    unknown = HttpOrigin.of_url(f"https://localhost:{port}")
+    with pytest.raises(UnavailableError, match="SSL_CERT_FILE names"):
+        await unknown.fetch("GET", "/health", 10.0)
     assert len(heads) == 1
     server.close()
     http.trusted_context.cache_clear()
@@ -153,6 +161,13 @@ async def test_requests_use_one_connection(
         assert served.connections == 2
     assert origin.kept.take() is None
     http.trusted_context.cache_clear()
+
+
+async def test_a_server_without_tls_is_named() -> None:
+    async with Served(CLOSING).running() as origin:
+        secure = HttpOrigin.of_url(f"https://localhost:{origin.port}")
+        with pytest.raises(UnavailableError, match="does not speak TLS .*http://"):
+            await secure.fetch("GET", "/health", 10.0)
 
 
 CLOSING = YES.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)

@@ -25,7 +25,7 @@ WORST = translate("regex", r"(a|b)*a(a|b){7}|[0-9]{3}")
 
 @pytest.fixture(scope="module")
 def tokenizer(artifact):
-    return load_tokenizer(artifact.tokenizer_source())
+    return load_tokenizer(artifact.tokenizer)
 
 
 @pytest.fixture(scope="module")

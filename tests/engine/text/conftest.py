@@ -14,7 +14,7 @@ def default_artifact():
 
 @pytest.fixture(scope="session")
 def metadata(default_artifact) -> dict:
-    source = default_artifact.tokenizer_source()
+    source = default_artifact.tokenizer
     assert isinstance(source, dict)
     return source
 

@@ -38,7 +38,7 @@ def pair(request, metadata) -> tuple[TextTokenizer, TextTokenizer]:
     """The same tokenizer, slow and fast."""
     source = {**metadata, "tokenizer.ggml.pre": request.param}
     if request.param == "gemma":
-        source = request.getfixturevalue("gemma").tokenizer_source()
+        source = request.getfixturevalue("gemma").tokenizer
     slow, fast = load_tokenizer(source), load_tokenizer(source)
     assert fast.speed_up()
     return slow, fast

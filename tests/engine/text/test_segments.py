@@ -44,7 +44,7 @@ def each(encode: Callable[[str], list[int]]) -> EncodeAll:
 
 @pytest.fixture(scope="module", params=SPECIAL)
 def encoder(request) -> tuple[TextTokenizer, dict[str, int], SegmentEncoder]:
-    tokenizer = load_tokenizer(resolve_model(request.param).tokenizer_source())
+    tokenizer = load_tokenizer(resolve_model(request.param).tokenizer)
     special = {text: tokenizer.backend.token_to_id(text) for text in SPECIAL[request.param]}
     assert splits_at_special_tokens(tokenizer.encode, special)
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
@@ -158,7 +158,7 @@ def test_a_tokenizer_that_joins_texts_is_not_split() -> None:
 
 
 def test_short_texts_and_slow_tokenizers_take_the_usual_way() -> None:
-    tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer_source())
+    tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer)
     text = "<|im_start|>user\nhi<|im_end|>" * (LONG_CHARACTERS // 10)
     before = tokenizer.encode_again(text)
     tokenizer.speed_up("<|im_start|> <|im_end|>")

@@ -27,7 +27,7 @@ GOLDEN = [
 
 @pytest.fixture(scope="session")
 def metadata(gemma) -> dict:
-    return gemma.tokenizer_source()
+    return gemma.tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -140,7 +140,7 @@ def test_a_chat_is_answered_as_by_the_server_itself(pair: Pair) -> None:
 def test_tokens_within_characters_are_found_again(pair: Pair) -> None:
     """llama-server streams no event for a token that ends within a character."""
     prompt = "Repeat: 🍊🍊🍊 日本. Answer: 🍊🍊🍊 日本. Repeat: 🍊🍊🍊 日本. Answer:"
-    tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer_source())
+    tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer)
     body = {"prompt": tokenizer.encode(prompt), "n_predict": 14, "temperature": 0}
     whole = pair.servers[0].call("/completion", {**body, "return_tokens": True})
     answer = completion(pair, prompt=prompt, max_tokens=14)["choices"][0]

@@ -29,7 +29,7 @@ from loadtest.simulator.simulation import Simulation
 from loadtest.simulator.worker import SimulatedWorker
 from loadtest.workloads.agent_traces import agent_calls
 from loadtest.workloads.call_graph import trace_requests
-from loadtest.workloads.days import days
+from loadtest.workloads.shifting import days
 from loadtest.workloads.traces import TraceRequest, read_trace
 from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_sources import Source

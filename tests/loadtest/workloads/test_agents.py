@@ -10,8 +10,7 @@ from baton.model.artifact import resolve_model
 from baton.text.tokenizer import load_tokenizer
 from loadtest.client.answer import ToolCall
 from loadtest.client.dialogue import Dialogue
-from loadtest.commands.loads import AgentSessions
-from loadtest.workloads.agents import MAX_TOOLS, agent_prompt, alone
+from loadtest.workloads.agents import MAX_TOOLS, Agents, agent_plan, agent_prompt, alone
 from loadtest.workloads.plan import AgentSetup
 from loadtest.workloads.prompts import PromptWriter
 
@@ -20,7 +19,7 @@ CALL = ToolCall(id="c1", name="read_file", arguments='{"path": "a"}')
 
 @pytest.fixture(scope="module")
 def tokens():
-    tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer_source())
+    tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer)
     return lambda text: len(tokenizer.encode(text))
 
 
@@ -44,7 +43,7 @@ def test_the_largest_number_of_tools_has_different_names():
 
 
 def test_turns_grow_as_planned_and_results_have_8_kb(tokens):
-    plan = AgentSessions(sessions=3, turns=200).plan(seed=4)
+    plan = agent_plan(Agents(sessions=3, turns=200), name="agents", seed=4)
     writer = PromptWriter(plan.seed)
     first, second, _ = plan.conversations
     lengths = [turn.prompt_tokens for turn in first.turns]
@@ -60,17 +59,16 @@ def test_turns_grow_as_planned_and_results_have_8_kb(tokens):
 
 
 def test_a_seed_gives_one_load_and_sessions_share_what_is_asked():
-    load = AgentSessions()
-    plan = load.plan(seed=4)
-    assert plan.digest() == load.plan(seed=4).digest() != load.plan(seed=5).digest()
+    plan, same, other = (agent_plan(Agents(), name="agents", seed=seed) for seed in (4, 4, 5))
+    assert plan.digest() == same.digest() != other.digest()
     assert plan.request_count == 80
     assert len({conversation.agent for conversation in plan.conversations}) == 1
-    own = AgentSessions(shared=False).plan(seed=4)
+    own = agent_plan(Agents(shared=False), name="agents", seed=4)
     assert len({conversation.agent for conversation in own.conversations}) == 10
 
 
 def test_a_session_alone_has_equal_lengths_and_no_common_prefix():
-    plan = AgentSessions().plan(seed=4)
+    plan = agent_plan(Agents(), name="agents", seed=4)
     single = alone(plan)
     assert single.conversations == plan.conversations[:1]
     texts = [

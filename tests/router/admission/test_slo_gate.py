@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.types.slo import Slo
+from baton.types.step_lines import DecodeLine
 from router.routing.admission.promises import HOLD_S
 from router.routing.admission.slo_gate import (
     HEADROOM,
@@ -18,7 +19,7 @@ from router.routing.admission.slo_gate import (
     SloDecision,
     SloGate,
 )
-from router.routing.placement.cost import FittedDecodeLine, WorkerLoad, price
+from router.routing.placement.cost import WorkerLoad, price
 
 SLO = Slo(ttft_s=10.0, itl_s=0.05)
 SECOND = 10**9
@@ -185,7 +186,7 @@ def test_streams_are_those_that_will_run_when_the_prompt_is_done(answering, comi
     assert abs(now.streams - answering - coming) < 0.01, "nothing ends in no time"
 
 
-LINE = FittedDecodeLine(step_s=0.015, row_s=5e-5, context_s=7e-8)
+LINE = DecodeLine(step_s=0.015, row_s=5e-5, context_s=7e-8)
 
 
 def placed(decode: WorkerLoad, prompt_tokens: int = 1000, queued_tokens: int = 0):

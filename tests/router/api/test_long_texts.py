@@ -117,7 +117,7 @@ async def test_a_long_text_that_may_fit_is_tokenized(make_fleet):
 def test_the_bound_is_never_above_the_tokens(model):
     """Not for the longest tokens in a row, nor for bytes that the vocabulary lacks."""
     try:
-        tokenizer = load_tokenizer(resolve_model(model).tokenizer_source())
+        tokenizer = load_tokenizer(resolve_model(model).tokenizer)
     except Exception:
         pytest.skip("the model is not installed")
     bound = LengthBound.of(tokenizer)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.config.clients import ApiKeyConfig
-from baton.registry.shared_routes import SharedRoutes
+from baton.registry.shared_tables import SharedRoutes
 from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.tenants.usage.bill import IDLE
 from baton.tenants.usage.ledger import HOUR_S, WORKERS, Ledger, RowName

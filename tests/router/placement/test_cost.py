@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from baton.registry.types import EventBatch
+from baton.types.step_lines import DecodeLine
 from router.routing.placement.booked_load import Booking, LoadBook, Unreported
 from router.routing.placement.cost import (
     EDGE_OVERHEAD_S,
     PRIOR_ADAPTER_LOAD_S,
     PRIOR_PREFILL_TOKENS_PER_S,
     Candidate,
-    FittedDecodeLine,
     Terms,
     WorkerLoad,
     candidates,
@@ -437,7 +437,7 @@ def test_who_has_not_measured_is_expected_to_be_like_its_peers():
 @pytest.mark.parametrize("prompt_tokens", [100, 100_000])
 def test_responses_go_where_steps_are_shorter_whatever_their_prompt(prompt_tokens):
     """By what a prompt adds to others, long ones would go where few streams run, and stay there."""
-    line = FittedDecodeLine(0.015, 5e-5, 7e-8)
+    line = DecodeLine(0.015, 5e-5, 7e-8)
     few = worker("decode-0", streams=10, decode_line=line, answering_context=300_000)
     many = worker("decode-1", streams=30, decode_line=line, answering_context=200_000)
     prefill = worker("prefill-0")
@@ -471,7 +471,7 @@ def test_contexts_of_streams_are_reported_and_what_was_booked_since():
 
     def contexts() -> tuple[int, int]:
         (load,) = loads_of([slot], [], PrefixIndex(), book, 0)
-        assert load.decode_line == FittedDecodeLine(0.01, 1e-4, 1e-7)
+        assert load.decode_line == DecodeLine(0.01, 1e-4, 1e-7)
         return load.answering_context, load.coming_context
 
     assert contexts() == (30_000, 20_000)

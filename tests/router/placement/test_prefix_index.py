@@ -24,13 +24,12 @@ def name(number: int) -> bytes:
     return number.to_bytes(16, "little")
 
 
-def batch(sequence: int, stored=(), removed=(), cleared=False, incarnation=A) -> EventBatch:
+def batch(sequence: int, stored=(), removed=(), incarnation=A) -> EventBatch:
     return EventBatch(
         incarnation=incarnation,
         sequence=sequence,
         stored=tuple(map(name, stored)),
         removed=tuple(map(name, removed)),
-        cleared=cleared,
     )
 
 
@@ -45,8 +44,6 @@ def test_batches_in_order_are_applied():
     assert prefix_index.apply(batch(1, stored=[1, 2, 3])) is Applied.DONE
     assert prefix_index.apply(batch(2, stored=[4], removed=[2])) is Applied.DONE
     assert prefix_index.hashes_of(A) == {name(1), name(3), name(4)}
-    prefix_index.apply(batch(3, stored=[9], cleared=True))
-    assert prefix_index.hashes_of(A) == {name(9)}
     assert prefix_index.apply(batch(2, stored=[50])) is Applied.OLD
 
 
@@ -118,7 +115,7 @@ NAMES = st.lists(st.integers(0, 15), max_size=4)
 
 @settings(max_examples=examples(150), deadline=None)
 @given(
-    changes=st.lists(st.tuples(NAMES, NAMES, st.booleans()), max_size=25),
+    changes=st.lists(st.tuples(NAMES, NAMES), max_size=25),
     fates=st.lists(st.sampled_from(["pass", "lose", "twice", "late"]), min_size=25, max_size=25),
     snapshot_delay=st.integers(0, 5),
 )
@@ -126,14 +123,10 @@ def test_after_a_heartbeat_and_its_snapshot_the_mirror_is_the_truth(changes, fat
     prefix_index, truth = PrefixIndex(), set()
     late: list[EventBatch] = []
     due: list[tuple[int, Snapshot]] = []
-    for step, ((stored, removed, cleared), fate) in enumerate(
-        zip(changes, fates, strict=False), start=1
-    ):
-        if cleared:
-            truth.clear()
+    for step, ((stored, removed), fate) in enumerate(zip(changes, fates, strict=False), start=1):
         truth -= set(map(name, removed))
         truth |= set(map(name, stored))
-        item = batch(step, stored, removed, cleared)
+        item = batch(step, stored, removed)
         told = []
         if fate == "late":
             late.append(item)
@@ -247,7 +240,7 @@ def test_what_was_just_placed_outlives_a_snapshot():
     prefix_index.expect(A, hashes, now_ns=0)
     prefix_index.apply(snapshot(1, [7]))
     assert prefix_index.prefixes(hashes, now_ns=1) == {A: 2}
-    prefix_index.apply(batch(2, stored=[8], cleared=True))
+    prefix_index.apply(batch(2, stored=[8]))
     assert prefix_index.prefixes(hashes, now_ns=1) == {A: 2}
 
 

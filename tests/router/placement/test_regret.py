@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from batonpb.common_pb2 import WorkerStatus
 from msgspec.structs import replace as with_load
 
-from router.routing.placement.cost import FittedDecodeLine, WorkerLoad, candidates
-from router.routing.placement.regret import Allowance, FittedRates, MeasuredRequest, regret
+from baton.types.step_lines import DecodeLine
+from router.routing.placement.cost import WorkerLoad, candidates
+from router.routing.placement.regret import Allowance, MeasuredRequest, regret
 
 FORMAT = {"format_id": "f", "block_bytes": 1000}
 QUICK = WorkerLoad(worker_id="prefill-0", incarnation=b"0", role="prefill", **FORMAT)
@@ -35,6 +37,14 @@ def as_predicted(candidate, **changes) -> MeasuredRequest:
     return replace(measured, **changes)
 
 
+def rates(prefill_tokens_per_s: float, decode_step_s: float) -> WorkerStatus:
+    return WorkerStatus(prefill_tokens_per_s=prefill_tokens_per_s, decode_step_s=decode_step_s)
+
+
+def line_of(step_s: float) -> WorkerStatus:
+    return WorkerStatus(decode_base_s=step_s, decode_row_s=1e-4, decode_context_s=1e-7)
+
+
 def told(chosen, placements, measured, fitted=None):
     return regret(chosen, placements, measured, (fitted or {}).get, prompt_tokens=PROMPT, choices=1)
 
@@ -49,7 +59,7 @@ def test_the_best_choice_has_none() -> None:
 def test_a_worker_that_turned_out_slow_is_regretted_by_what_the_other_would_have_taken() -> None:
     placements = compared(QUICK, OTHER, DECODE)
     chosen = on(placements, "prefill-0")
-    fitted = {"prefill-0": FittedRates(300, 0.03), "prefill-1": FittedRates(1500, 0.03)}
+    fitted = {"prefill-0": rates(300, 0.03), "prefill-1": rates(1500, 0.03)}
     found = told(chosen, placements, as_predicted(chosen, compute_s=5.01), fitted)
     assert found.best.computes.worker_id == "prefill-1"
     assert found.seconds == pytest.approx(4.0, abs=0.05)
@@ -57,17 +67,17 @@ def test_a_worker_that_turned_out_slow_is_regretted_by_what_the_other_would_have
 
 
 def test_a_decode_worker_that_turned_out_slow_is_regretted_by_its_line() -> None:
-    line = FittedDecodeLine(0.02, 1e-4, 1e-7)
+    line = DecodeLine(0.02, 1e-4, 1e-7)
     loads = [
         with_load(DECODE, worker_id=f"decode-{number}", decode_line=line) for number in range(2)
     ]
     placements = compared(QUICK, *loads)
     chosen = next(c for c in placements if c.decode.worker_id == "decode-0")
-    slow = {"decode-0": FittedRates(0, 0.0, decode_line=FittedDecodeLine(0.05, 1e-4, 1e-7))}
+    slow = {"decode-0": line_of(0.05)}
     expected_s = chosen.terms.decode_s
     late = as_predicted(chosen, decode_s=expected_s + 128 * 0.03, answer_tokens=128)
     assert told(chosen, placements, late, slow).seconds == pytest.approx(128 * 0.03)
-    other = {"decode-1": FittedRates(0, 0.0, decode_line=FittedDecodeLine(0.01, 1e-4, 1e-7))}
+    other = {"decode-1": line_of(0.01)}
     same = as_predicted(chosen, answer_tokens=128)
     assert told(chosen, placements, same, other).seconds == pytest.approx(128 * 0.01)
 
@@ -93,7 +103,7 @@ def test_a_worker_that_was_believed_slow_and_is_not_any_more() -> None:
     placements = compared(busy, slow, DECODE)
     chosen = placements[0]
     assert chosen.computes.worker_id == "prefill-0"
-    found = told(chosen, placements, as_predicted(chosen), {"prefill-1": FittedRates(1500, 0)})
+    found = told(chosen, placements, as_predicted(chosen), {"prefill-1": rates(1500, 0)})
     assert found.seconds == pytest.approx(1.0, abs=0.02)
 
 

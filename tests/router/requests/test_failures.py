@@ -258,18 +258,6 @@ class TestAnAnswerGoesOn:
         assert self.texts(events) == [text_of(model, 60)]
         assert not only(fleet).cancels
 
-    async def test_workers_of_the_wire_before_are_not_asked(self, make_fleet):
-        fleet = await make_fleet({})
-        process = await fleet.spawn("decode-0", "--step-s", "0.02")
-
-        async def then():
-            await fleet.add("decode-1", Script(wire_max=1))
-            await kill(fleet, process)
-
-        events = await self.stream(fleet, 8, then, **SIXTY_TOKENS)
-        assert events[-1]["error"]["code"] == "worker_lost"
-        assert not fleet.workers["decode-1"].submissions
-
     async def test_two_deaths_end_it(self, make_fleet):
         fleet = await make_fleet({})
         first = await fleet.spawn("decode-0", "--step-s", "0.02")

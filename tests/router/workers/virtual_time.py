@@ -16,8 +16,8 @@ import baton.telemetry.alive_clock
 import decode_worker.service
 import decode_worker.session
 import router.routing.workers.link
+from baton.wire.codecs import scatter
 from baton.wire.compatibility import WIRE_MAX, WIRE_MIN, own_wire
-from baton.wire.router_frames import scatter
 from decode_worker.service import DecodeService
 from router.process_core import ProcessCore
 from router.routing.workers.link import WorkerLink

@@ -47,17 +47,6 @@ class Copied(msgspec.Struct, frozen=True):
     duration_ns: int
 
 
-@dataclass(slots=True)
-class _Tallies:
-    saved: int = 0
-    brought: int = 0
-    damaged: int = 0
-    gone: int = 0
-    failed: int = 0
-    late: int = 0
-    rests_until_ns: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class _Bring:
     """Restore of one prompt's blocks; ``blocks`` are pinned, in prompt order."""
@@ -87,7 +76,8 @@ class KvTiers:
         self._order = list(tiers)
         for tier in self._order[:-1]:
             tier.has_next = True
-        self._tallies = {tier.name: _Tallies() for tier in tiers}
+        self._tallies = {tier.name: TierCounts(name=tier.name) for tier in tiers}
+        self._rests_until_ns = dict.fromkeys(self._tallies, 0)
         self._running: dict[int, _Running] = {}
         self._brings: dict[Hashable, _Bring] = {}
         self._orders: list[TierCopy] = []
@@ -124,7 +114,7 @@ class KvTiers:
                     room -= 1
 
     def _room(self, untouched: int, horizon: int, target: TierPlaces, now_ns: int) -> int:
-        if now_ns < self._tallies[target.name].rests_until_ns:
+        if now_ns < self._rests_until_ns[target.name]:
             return 0
         under_way = sum(
             running.bring is None and running.copy.target == target.name
@@ -292,7 +282,7 @@ class KvTiers:
             target.failed(copy.block_hash)
             if done.outcome == "failed":
                 tallies.failed += 1
-                tallies.rests_until_ns = now_ns + REST_NS
+                self._rests_until_ns[target.name] = now_ns + REST_NS
         if copy.source == POOL:
             self._pool.guarded.discard(copy.source_place)
             self._pool.note_saved(copy.source_place)
@@ -319,18 +309,12 @@ class KvTiers:
         """Return the counters of each tier."""
         lost_above = [self._pool.unsaved_evictions, *(tier.lost for tier in self._order)]
         return tuple(
-            TierCounts(
-                name=tier.name,
+            msgspec.structs.replace(
+                tallies,
                 places=tier.places,
                 held=len(tier),
                 elsewhere=tier.elsewhere,
-                saved=tallies.saved,
-                brought=tallies.brought,
                 lost=lost,
-                damaged=tallies.damaged,
-                gone=tallies.gone,
-                failed=tallies.failed,
-                late=tallies.late,
                 block_ns=tier.block_ns.value,
             )
             for tier, tallies, lost in zip(

@@ -58,6 +58,16 @@ class _Format:
             chunk["usage"] = None
         return chunk
 
+    def _choice_chunk(
+        self,
+        index: int,
+        part: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        end = {"logprobs": logprobs, "finish_reason": finish_reason}
+        return self._chunk([{"index": index, **part, **end}])
+
     def _ended(self, chunk: dict[str, Any], delta: Delta) -> dict[str, Any]:
         """Add the fields of a choice's last chunk, and the token ids."""
         if delta.finish_reason is not None:
@@ -101,8 +111,8 @@ class ChatFormat(_Format):
 
     def opening(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
         """Return a chunk with the role of every choice."""
-        delta = {"role": "assistant", "content": ""}
-        chunks = [self._choice_chunk(index, delta, None, None) for index in range(self._n)]
+        part = {"delta": {"role": "assistant", "content": ""}}
+        chunks = [self._choice_chunk(index, part) for index in range(self._n)]
         chunks[0].update(self._prompt_ids(active_requests[0]))
         return chunks
 
@@ -121,23 +131,9 @@ class ChatFormat(_Format):
         elif calls:
             content["tool_calls"] = calls
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-        chunk = self._choice_chunk(delta.choice, content, logprobs, self._reason(delta))
+        part = {"delta": content}
+        chunk = self._choice_chunk(delta.choice, part, logprobs, self._reason(delta))
         return self._ended(chunk, delta)
-
-    def _choice_chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None,
-        finish_reason: str | None,
-    ) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        return self._chunk([choice])
 
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         """Return all choices with their messages."""
@@ -240,7 +236,7 @@ class CompletionFormat(_Format):
         text = self._echo(prompt) if logprobs is not None else ""
         chunks = []
         for choice in range(self._n):
-            chunk = self._choice_chunk(prompt * self._n + choice, text, logprobs, None)
+            chunk = self._choice_chunk(prompt * self._n + choice, {"text": text}, logprobs)
             chunk["choices"][0].update(self._vllm(active))
             chunks.append(chunk)
         return chunks
@@ -266,7 +262,7 @@ class CompletionFormat(_Format):
         if self._echo_logprobs is not None:
             return []
         return [
-            self._choice_chunk(prompt * self._n + choice, text, None, None)
+            self._choice_chunk(prompt * self._n + choice, {"text": text})
             for prompt, text in enumerate(self._echoes or ())
             for choice in range(self._n)
         ]
@@ -275,20 +271,9 @@ class CompletionFormat(_Format):
         """Return a chunk with new text."""
         logprobs = self._logprobs(prompt, delta.logprobs) if delta.logprobs else None
         index = prompt * self._n + delta.choice
-        chunk = self._choice_chunk(index, delta.text, logprobs, delta.finish_reason)
+        chunk = self._choice_chunk(index, {"text": delta.text}, logprobs, delta.finish_reason)
         chunk["choices"][0].update(self._prompt_fields.pop(index, {}))
         return self._ended(chunk, delta)
-
-    def _choice_chunk(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
-    ) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        return self._chunk([choice])
 
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         """Return all choices of all prompts."""

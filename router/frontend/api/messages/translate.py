@@ -96,7 +96,7 @@ def _add_block(
             content = f"Error: {content}" if isinstance(content, str) else ["Error:", *content]
         conversation.add_result(call_id, content, where)
     elif block.type == "thinking" and role == "assistant":
-        conversation.add_thoughts(_given(block.thinking, f"{where}.thinking"))
+        conversation.thoughts.append(_given(block.thinking, f"{where}.thinking"))
     elif block.type == "redacted_thinking" and role == "assistant":
         return  # it is encrypted
     elif _HOSTED_BLOCKS.fullmatch(block.type):

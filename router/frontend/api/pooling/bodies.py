@@ -1,19 +1,12 @@
 """Bodies of ``/score``, ``/rerank`` and ``/pooling``, with the names of vLLM, Jina and Cohere."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from baton.types.errors import InvalidRequestError
-from router.frontend.api.bodies.common import (
-    FIRST_FAULT,
-    INT32,
-    Body,
-    Prompts,
-    VectorsBody,
-    each,
-)
-from router.frontend.api.bodies.embedding import MAX_INPUTS
+from router.frontend.api.bodies.common import FIRST_FAULT, INT32, Body, VectorsBody
+from router.frontend.api.bodies.embedding import MAX_INPUTS, EmbeddingBody
 from router.frontend.api.bodies.fields import Refused
 from router.frontend.api.bodies.opening import opening_text
 
@@ -137,29 +130,10 @@ class RerankBody(PooledBody):
         return [item if isinstance(item, str) else item.text for item in self.documents]
 
 
-class PoolingBody(PooledBody):
+class PoolingBody(PooledBody, EmbeddingBody):
     """Request body of ``POST /pooling``: inputs whose vectors are pooled."""
-
-    input: Prompts
-    """text or token ids, or a list of up to 2048 of these"""
-    encoding_format: Literal["float", "base64"] = "float"
-    """float or base64"""
-    dimensions: Annotated[int, Field(ge=1, lt=INT32)] | None = None
-    """number of dimensions to keep"""
-    normalize: bool = True
-    """true: scale vectors to length 1"""
 
     refused: ClassVar[dict[str, Refused]] = {
         "task": Refused((None, "embed"), "embed is the only task"),
-        "messages": Refused((None,), "send input"),
-        "embed_dtype": Refused((None, "float32"), "vectors are float32"),
-        "add_special_tokens": Refused((None, True), "send token ids"),
+        **EmbeddingBody.refused,
     }
-
-    def opening(self) -> str:
-        """Return the opening of the conversation."""
-        return self.user or opening_text(self.input)
-
-    def inputs(self) -> list[str | list[int]]:
-        """Return the inputs, each as text or as token ids."""
-        return each(self.input)

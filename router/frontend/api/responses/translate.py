@@ -101,7 +101,7 @@ def _add(
         given = item.content or item.summary or ""
         thoughts = _content_of(conversation, given, f"{where}.content")
         if isinstance(thoughts, str) and thoughts:
-            conversation.add_thoughts(thoughts)
+            conversation.thoughts.append(thoughts)
     elif _HOSTED_ITEMS.fullmatch(item.type):
         ignored.leave_out(item.type, "input[]")
     else:

@@ -13,7 +13,7 @@ import pytest
 
 from baton.registry.gates import GateSums, SharedGates
 from baton.registry.redis_store import Registry, RegistryUnavailableError
-from baton.registry.shared_routes import SharedRoutes
+from baton.registry.shared_tables import SharedRoutes
 from baton.tenants.audit.inbox import AuditInbox
 from baton.tenants.audit.log import AuditLog
 from baton.types.gates import Evidence, GoldenRound, Tally
