@@ -6,7 +6,7 @@ head numbers and positions in the prompt, never by order of arrival.
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from batonpb import prefill_pb2 as pb
 
@@ -33,8 +33,16 @@ class KvSlice:
 
     def packed(self) -> bytes:
         """Return canonical bytes, for digests."""
-        *rectangle, kv_group = astuple(self)
-        return _PACKED.pack(kv_group, *rectangle)
+        return _PACKED.pack(
+            self.kv_group,
+            self.layer_begin,
+            self.layer_count,
+            self.head_begin,
+            self.head_count,
+            self.block_begin,
+            self.block_count,
+            self.valid_tokens,
+        )
 
     def payload_bytes(self, geometry: KvGeometry) -> int:
         """Return the bytes on the wire: only valid tokens travel."""
@@ -57,10 +65,19 @@ class KvSlice:
 
     def to_wire(self) -> pb.KvSlice:
         """Return the protobuf message."""
-        return pb.KvSlice(**asdict(self))
+        return pb.KvSlice(
+            kv_group=self.kv_group,
+            layer_begin=self.layer_begin,
+            layer_count=self.layer_count,
+            head_begin=self.head_begin,
+            head_count=self.head_count,
+            block_begin=self.block_begin,
+            block_count=self.block_count,
+            valid_tokens=self.valid_tokens,
+        )
 
     @classmethod
-    def from_wire(cls, message: pb.KvSlice | pb.Published) -> "KvSlice":
+    def from_wire(cls, message: pb.KvSlice) -> "KvSlice":
         """Read a protobuf message (unchecked: see ``fits``)."""
         return cls(
             message.layer_begin,
@@ -76,13 +93,30 @@ class KvSlice:
     def to_published(self, num_kv_heads: int) -> pb.Published:
         """Return the message with which prefill announces it; it omits heads if it has all."""
         named = self.head_count < num_kv_heads
-        return pb.Published(**asdict(self if named else replace(self, head_begin=0, head_count=0)))
+        return pb.Published(
+            kv_group=self.kv_group,
+            layer_begin=self.layer_begin,
+            layer_count=self.layer_count,
+            block_begin=self.block_begin,
+            block_count=self.block_count,
+            valid_tokens=self.valid_tokens,
+            head_begin=self.head_begin if named else 0,
+            head_count=self.head_count if named else 0,
+        )
 
     @classmethod
     def from_published(cls, message: pb.Published, num_kv_heads: int) -> "KvSlice":
         """Read an announcement for a model with so many heads (unchecked: see ``fits``)."""
-        kv_slice = cls.from_wire(message)
-        return kv_slice if kv_slice.head_count else replace(kv_slice, head_count=num_kv_heads)
+        return cls(
+            layer_begin=message.layer_begin,
+            layer_count=message.layer_count,
+            head_begin=message.head_begin,
+            head_count=message.head_count or num_kv_heads,
+            block_begin=message.block_begin,
+            block_count=message.block_count,
+            valid_tokens=message.valid_tokens,
+            kv_group=message.kv_group,
+        )
 
 
 def cut(

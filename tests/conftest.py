@@ -23,11 +23,8 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 import tests.soak  # noqa: F401 - selects hypothesis' profile
-from tests import forked_workers
 
 TOGETHER = ("tests/e2e/", "tests/hosts/")
-# As in the product: collections after every 700 objects took a tenth of the CPU time of some tests.
-gc.set_threshold(20_000, 20, 20)
 # A context reads all certificates of the system, which takes 25 ms; tests open hundreds of clients.
 httpx_default.create_ssl_context = functools.cache(httpx_default.create_ssl_context)
 
@@ -58,11 +55,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     """The scheduler, whatever ``--dist`` says; files in the order of the collected tests."""
     config.option.loadscopereorder = False
     return ByFile(config, log)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    forked_workers.fork(len(specs))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

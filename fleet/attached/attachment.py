@@ -132,6 +132,8 @@ class Attachment:
             raise UnavailableError(f"no connection to {self._origin.name}: {error!r}") from None
         peer = found.get_extra_info("peername")
         found.close()
+        if peer is None:
+            raise UnavailableError(f"{self._origin.name} closed a connection at once")
         address = f"{peer[0]}%{peer[3]}" if any(peer[3:]) else str(peer[0])  # with the IPv6 zone
         if address != self.entry.host:
             self._origin = HttpOrigin.of_url(self.entry.url, self.entry.key, address)

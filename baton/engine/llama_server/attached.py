@@ -27,7 +27,7 @@ from baton.engine.remote.attached import (
 )
 from baton.engine.remote.cached_prefixes import ApproximatePrefixes
 from baton.engine.remote.engine import ResponseReader
-from baton.engine.remote.http import HttpOrigin
+from baton.engine.remote.http import HttpOrigin, StatusError
 from baton.engine.remote.live_request import LiveRequest, Parameters
 from baton.engine.remote.others import ServerLoad
 from baton.model.artifact import ModelArtifact
@@ -89,14 +89,22 @@ async def read_facts(origin: HttpOrigin) -> ServerFacts:
 
 
 async def read_load(origin: HttpOrigin) -> ServerLoad:
-    """Return the load by the slots; none if the server, or its loop, does not show them."""
+    """Return the load by the slots; no load if the server's loop does not answer.
+
+    Raises:
+        UnavailableError: The server has no such page.
+    """
     try:
         raw = await origin.fetch("GET", "/slots", _ANSWER_S)
         slots = msgspec.json.decode(raw, type=tuple[_Slot, ...])
-    except (UnavailableError, msgspec.DecodeError):
-        return ServerLoad(has_queue=False)
+    except StatusError:
+        raise
+    except msgspec.DecodeError as error:
+        raise UnavailableError(f"{origin.name} has odd slots: {error}") from None
+    except UnavailableError:
+        return ServerLoad(is_whole=False)
     running = sum(slot.is_processing for slot in slots)
-    return ServerLoad(running, work=zlib.crc32(raw), has_queue=False)
+    return ServerLoad(running, work=zlib.crc32(raw), is_whole=False)
 
 
 async def examine(origin: HttpOrigin, artifact: ModelArtifact) -> ServerFacts:
@@ -140,6 +148,7 @@ class AttachedLlamaServer(AttachedEngine):
 
     target = protocol.COMPLETION
     shares_blocks = False  # each slot has its own
+    keeps_connections = False  # it gives each a thread
 
     def __init__(
         self,

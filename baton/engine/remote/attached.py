@@ -30,7 +30,7 @@ _POLL_S = 1.0
 _ANSWER_S = 5.0
 _SILENT_POLLS = 3  # without an answer in time
 _IDENTITY_POLLS = 5
-_SETTLED_NS = 2_000_000_000  # after which a server counts a request
+_SETTLED_NS = 5_000_000_000  # after which a server counts a request
 _MISSING_NS = 10_000_000_000
 
 
@@ -213,8 +213,10 @@ class AttachedEngine(RemoteEngine):
             if stall.observe(load, most, self._meter.generated):
                 self._break(f"{self._origin.name} is healthy, but computes nothing")
             settled = min(settled, self._meter.computed_since(asked_ns - _SETTLED_NS))
-            if number := missing.observe(load, settled):
-                self._end_missing(self._meter.silent_since(asked_ns - _MISSING_NS)[:number])
+            number = missing.observe(load, settled)
+            silent = self._meter.silent_since(asked_ns - _MISSING_NS)
+            if 0 < len(silent) <= number:  # else some of them are computed
+                self._end_missing(silent)
 
     def _end_missing(self, request_ids: Sequence[str]) -> None:
         """End requests that the server does not have, so that others resume them."""

@@ -65,10 +65,12 @@ class RemoteEngine(ABC):
         broken: Set to the reason if the server can serve no more requests.
         target: Path of requests.
         shares_blocks: Whether a block of several prompts is computed once.
+        keeps_connections: Whether the server has a place for a connection without a request.
     """
 
     target = ""
     shares_blocks = True
+    keeps_connections = True
 
     def __init__(
         self,
@@ -262,13 +264,16 @@ class RemoteEngine(ABC):
         async def begun(started: HttpExchange) -> None:
             nonlocal exchange
             exchange = started
+            errors.clear()
             if request.run == run and choice in request.open_choices:
                 request.exchanges[choice] = started
             else:
                 await self._unwanted(request, choice, started)
 
         try:
-            ended = await self._origin.exchange(self.target, body, on_body, begun)
+            ended = await self._origin.exchange(
+                self.target, body, on_body, begun, keep=self.keeps_connections
+            )
         except OSError as error:
             if self._wants(request, choice, run):
                 self._on_lost(request, f"{self._origin.name} takes no requests: {error}")

@@ -56,8 +56,8 @@ class HttpExchange(asyncio.Protocol):
         self._end(complete=False)
 
     @property
-    def is_unheard(self) -> bool:
-        """True if the server closed a kept connection without a byte, so probably before it."""
+    def is_unanswered(self) -> bool:
+        """True if the server closed a kept connection, probably before the request came."""
         return self._is_reused and self.done.done()
 
     def reuse(self, transport: asyncio.Transport) -> None:
@@ -74,7 +74,6 @@ class HttpExchange(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes of the response."""
-        self._is_reused = False
         if not self.status:
             self._head_bytes += len(data)
         try:
@@ -99,6 +98,8 @@ class HttpExchange(asyncio.Protocol):
         """Note the status of the response."""
         if not self.done.done():
             self.status = self._parser.get_status_code()
+            if self.status != HTTPStatus.REQUEST_TIMEOUT:
+                self._is_reused = False
 
     def on_body(self, body: bytes) -> None:
         """Pass a part of the body on."""
@@ -117,7 +118,8 @@ class HttpExchange(asyncio.Protocol):
     def _leave(self, transport: asyncio.Transport) -> None:
         """Keep or close the connection."""
         self._transport = None
-        if self._kept is not None and not transport.is_closing():
+        is_whole = not self.done.cancelled() and self.done.result()
+        if is_whole and self._kept is not None and not transport.is_closing():
             self._kept.keep(transport)
         else:
             transport.abort()
@@ -142,7 +144,11 @@ class KeptConnections:
 
     def take(self) -> asyncio.Transport | None:
         """Return a connection, or None."""
-        return self._resting.pop().leave() if self._resting else None
+        while self._resting:
+            transport = self._resting.pop().leave()
+            if not transport.is_closing():
+                return transport
+        return None
 
     def close(self) -> None:
         """Close all connections."""
@@ -272,21 +278,24 @@ class HttpOrigin:
         body: bytes,
         on_body: Callable[[bytes], None],
         begun: Callable[[HttpExchange], Awaitable[None]],
+        *,
+        keep: bool = True,
     ) -> HttpExchange:
         """Post a request, on a kept connection if there is one; return the ended exchange.
 
-        If the server closes a kept connection without a byte, the request is sent once more.
-        ``begun`` gets each exchange when it begins.
+        If the server closes a kept connection without a response, the request is sent once more:
+        it had most probably not come. ``begun`` gets each exchange when it begins.
 
         Raises:
             OSError: The server takes no connection.
         """
-        for keep in (True, False):
-            exchange = await self.begin("POST", target, body, on_body, keep=keep)
+        exchange = await self.begin("POST", target, body, on_body, keep=keep)
+        await begun(exchange)
+        await exchange.done
+        if exchange.is_unanswered:
+            exchange = await self.begin("POST", target, body, on_body)
             await begun(exchange)
             await exchange.done
-            if not exchange.is_unheard:
-                break
         return exchange
 
     async def begin(

@@ -125,13 +125,12 @@ class LoadMeter:
         return sum(row.first_ns > 0 or row.submitted_ns < before_ns for row in rows)
 
     def silent_since(self, before_ns: int) -> list[str]:
-        """Return the requests with a sequence without tokens since then, the longest first."""
-        heard = [
-            (row.newest_ns or row.submitted_ns, name)
+        """Return the requests of sequences to compute without tokens since then."""
+        return [
+            name
             for (name, _), row in self._rows.items()
-            if row.is_computed
+            if row.is_computed and (row.newest_ns or row.submitted_ns) < before_ns
         ]
-        return [name for heard_ns, name in sorted(heard) if heard_ns < before_ns]
 
     def row(self, request_id: str, choice: int) -> SequenceProgress:
         """Return a live sequence."""

@@ -20,7 +20,7 @@ class ServerLoad(NamedTuple):
         running: Sequences that it runs; ``waiting`` those in its queue.
         prompt_tokens: Mean tokens of past prompts; ``computed_tokens`` those that were not cached.
         work: A number that changes whenever the server has computed something.
-        has_queue: Whether ``waiting`` is known.
+        is_whole: Whether it counts all sequences that the server has, as of one step.
     """
 
     running: int = 0
@@ -28,7 +28,7 @@ class ServerLoad(NamedTuple):
     prompt_tokens: int = 0
     computed_tokens: int = 0
     work: float = 0.0
-    has_queue: bool = True
+    is_whole: bool = True
 
 
 @dataclass(slots=True)
@@ -93,7 +93,8 @@ class StallWatch:
 class MissingWatch:
     """Notices sequences that a server does not have, such as those that a proxy holds back.
 
-    A report is as of the server's last step, so only reports after further steps count.
+    A report is as of the server's last step, so only reports after further steps count. While
+    sequences wait in the server's queue, nothing tells them from missing ones.
     """
 
     _work: float = -1.0
@@ -107,10 +108,13 @@ class MissingWatch:
         sequences.
         """
         missing = own - load.running - load.waiting
-        if missing <= 0 or not load.has_queue:
+        if missing <= 0 or load.waiting or not load.is_whole:
             self._reports = 0
         elif load.work != self._work:
             self._missing = min(missing, self._missing) if self._reports else missing
             self._reports += 1
         self._work = load.work
-        return self._missing if self._reports >= _MISSING_REPORTS else 0
+        if self._reports < _MISSING_REPORTS:
+            return 0
+        self._reports = 0
+        return self._missing

@@ -284,7 +284,8 @@ class AttachedVllm(AttachedEngine, VllmEngine):
         control = _AttachedControl(origin, self._watch)
         parts = VllmParts(origin, control, prefixes, NixlHandOff(facts.block_tokens))
         super().__init__(send, parts, own, model.artifact.config, model.max_adapters)
-        self._vital(self._follow_others(partial(read_load, origin)), "load of others")
+        one_step = facts.ranks == 1
+        self._vital(self._follow_others(partial(read_load, origin, one_step)), "load of others")
 
     def _named(self, body: bytes, spec: RequestSpec | None = None) -> bytes:
         """Return a body that a server of another model refuses."""

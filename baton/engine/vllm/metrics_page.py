@@ -82,10 +82,10 @@ def _whole(value: float) -> int:
     return int(min(max(value, 0.0), _MOST))
 
 
-async def read_load(origin: HttpOrigin) -> ServerLoad:
-    """Return the load that a vLLM reports.
+async def read_load(origin: HttpOrigin, one_step: bool) -> ServerLoad:
+    """Return the load that a vLLM reports; ``one_step``: its only rank has steps.
 
     Raises:
         UnavailableError: It does not respond, or has odd values.
     """
-    return server_load(await read_metrics(origin))
+    return server_load(await read_metrics(origin))._replace(is_whole=one_step)

@@ -54,9 +54,7 @@ async def test_a_head_without_an_end_is_cut_off() -> None:
 async def test_a_key_goes_over_tls_to_one_address_of_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    authority.make(tmp_path, "baton", ["localhost"], timedelta(days=1))
-    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
-    http.trusted_context.cache_clear()
+    context = own_certificate(tmp_path, monkeypatch)
     heads: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -64,8 +62,6 @@ async def test_a_key_goes_over_tls_to_one_address_of_a_name(
         writer.write(HEAD + chunk(b"yes") + b"0\r\n\r\n")
         writer.close()
 
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "router.pem", tmp_path / "router.key")
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
     port = server.sockets[0].getsockname()[1]
     origin = HttpOrigin.of_url(f"https://localhost:{port}/vllm/", "secret", "127.0.0.1")
@@ -90,6 +86,16 @@ async def test_a_key_goes_over_tls_to_one_address_of_a_name(
 
 
 YES = HEAD.replace(b"connection: close\r\n", b"") + chunk(b"yes") + b"0\r\n\r\n"
+
+
+def own_certificate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+    """Return the context of a server whose CA `HttpOrigin` trusts from now on."""
+    authority.make(folder, "baton", ["localhost"], timedelta(days=1))
+    monkeypatch.setenv("SSL_CERT_FILE", str(folder / "ca.pem"))
+    http.trusted_context.cache_clear()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "router.pem", folder / "router.key")
+    return context
 
 
 class Served:
@@ -147,11 +153,7 @@ async def response(origin: HttpOrigin) -> tuple[int, bool, bytes]:
 async def test_requests_use_one_connection(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    authority.make(tmp_path, "baton", ["localhost"], timedelta(days=1))
-    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
-    http.trusted_context.cache_clear()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "router.pem", tmp_path / "router.key")
+    context = own_certificate(tmp_path, monkeypatch)
     served = Served(YES)
     async with served.running(context if scheme == "https" else None) as origin:
         for _ in range(3):
@@ -177,6 +179,7 @@ async def test_a_server_without_tls_is_named() -> None:
 
 
 CLOSING = YES.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -185,6 +188,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
     [
         pytest.param([YES, b"", YES], b"yes", 2, id="closed-without-a-response"),
         pytest.param([YES, b"", b"", YES], b"", 2, id="closed-twice"),
+        pytest.param([YES, LATE, YES], b"yes", 2, id="closed-by-408"),
         pytest.param([YES + YES], b"yes", 2, id="two-responses"),
         pytest.param([YES + b"junk"], b"yes", 2, id="bytes-behind-it"),
         pytest.param([CLOSING], b"yes", 2, id="asked-to-close"),
@@ -199,6 +203,43 @@ async def test_a_connection_is_kept_behind_one_whole_response(
         assert await response(origin) == (200, True, b"yes")
         assert await response(origin) == (200 if body else 0, bool(body), body)
         assert served.connections == connections
+
+
+async def test_a_lost_connection_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With TLS a lost connection tells the protocol that it had, and drops what is written."""
+    served = Served(YES)
+    async with served.running(own_certificate(tmp_path, monkeypatch)) as origin:
+        assert await response(origin) == (200, True, b"yes")
+        transport = origin.kept.take()
+        assert transport is not None
+        origin.kept.keep(transport)
+        transport._ssl_protocol.connection_lost(None)
+        assert await response(origin) == (200, True, b"yes")
+        assert served.connections == 2
+        transport.abort()
+    http.trusted_context.cache_clear()
+
+
+async def test_a_cancelled_exchange_does_not_keep_its_connection() -> None:
+    served = Served(YES, HEAD.replace(b"connection: close\r\n", b"") + chunk(b"y"))
+    async with served.running() as origin:
+        await response(origin)
+        begun: asyncio.Future[http.HttpExchange] = asyncio.get_running_loop().create_future()
+
+        async def note(exchange: http.HttpExchange) -> None:
+            begun.set_result(exchange)
+
+        parts: list[bytes] = []
+        running = asyncio.create_task(origin.exchange("/x", b"", parts.append, note))
+        exchange = await begun
+        while not parts:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait([running])
+        exchange.data_received(b"1\r\ne\r\n")
+        assert origin.kept.take() is None
 
 
 async def test_a_request_that_the_client_ends_ends_its_connection() -> None:

@@ -87,20 +87,21 @@ def test_tokens_are_expected_when_all_prompts_are_computed():
 
 def test_sequences_that_a_working_server_never_counts_are_missing():
     watch = MissingWatch()
-    found = [watch.observe(reported(3, 1, work=step), own=4 + 2) for step in range(12)]
-    assert found == [0] * 9 + [2] * 3
-    assert watch.observe(reported(3, 2, work=13), own=6) == 1, "one of them has come"
-    assert watch.observe(reported(4, 2, work=14), own=6) == 0
-    assert watch.observe(reported(3, 2, work=15), own=6) == 0, "it has to be missing for long again"
+    found = [watch.observe(reported(3, work=step), own=3 + 2) for step in range(10)]
+    assert found == [0] * 9 + [2]
+    found = [watch.observe(reported(3 + (step == 24), work=step), own=5) for step in range(20, 30)]
+    assert found == [0] * 9 + [1], "one of them came for a moment"
+    assert watch.observe(reported(5, work=30), own=5) == 0
 
 
-def test_reports_of_a_server_that_computes_nothing_show_no_missing_sequences():
+def test_no_sequence_counts_as_missing_beside_a_queue_or_without_steps():
     """vLLM counts as of its last step, and a prompt may take minutes in one."""
     watch = MissingWatch()
     assert not any(watch.observe(reported(0, work=7), own=1) for _ in range(60))
     assert not any(watch.observe(reported(9, work=step), own=8) for step in range(60))
-    no_queue = [ServerLoad(1, work=step, has_queue=False) for step in range(60)]
-    assert not any(watch.observe(load, own=8) for load in no_queue), "they wait there"
+    assert not any(watch.observe(reported(3, 4, work=step), own=8) for step in range(60))
+    several_ranks = [ServerLoad(1, work=step, is_whole=False) for step in range(60)]
+    assert not any(watch.observe(load, own=8) for load in several_ranks)
 
 
 def test_silent_requests_are_those_without_tokens_for_the_longest_time():

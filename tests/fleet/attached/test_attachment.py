@@ -52,7 +52,7 @@ async def test_a_name_is_looked_up_once_for_a_life_of_the_worker() -> None:
         await running
     server.close()
     assert (origin.host, origin.port) == ("127.0.0.1", port)
-    assert origin.server_name == f"localhost:{port}"
+    assert origin.authority == f"localhost:{port}"
 
 
 async def test_a_server_that_takes_no_connection_is_absent_with_the_reason() -> None:

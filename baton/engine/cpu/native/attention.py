@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.cpu.attention import AttentionTiling, QuerySpan
-from baton.engine.cpu.native.library import job_threads, load, sums
+from baton.engine.cpu.native.library import load, sums
+from baton.engine.cpu.native.threads import job_threads
 from baton.types.geometry import KvGeometry
 
 BLOCK_TOKENS = 16

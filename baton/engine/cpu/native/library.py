@@ -26,8 +26,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
 from baton.engine.compiled import Functions, compiled, compiler, cpu_flags, declared
 
 SOURCES = (
@@ -215,13 +213,6 @@ _FUNCTIONS: Functions = {
     "baton_gate": (None, (*_ROWS, *_ROWS, _LONG, _LONG, _INT, _INT)),
 }
 """Result and arguments of the library's functions."""
-
-
-def job_threads() -> int:
-    """Return torch's threads, or more if idle cores are borrowed (``engine/cpu/cores.py``)."""
-    library = load()
-    own = torch.get_num_threads()
-    return own if library is None else int(library.baton_threads(own))
 
 
 if __name__ == "__main__":

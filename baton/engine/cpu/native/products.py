@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from baton.engine.cpu.native.library import PAIRS, job_threads, load, sums
+from baton.engine.cpu.native.library import PAIRS, load, sums
 from baton.engine.cpu.native.memory import memory_for
+from baton.engine.cpu.native.threads import job_threads
 
 _PANEL = 32  # outputs: scales are padded to whole panels
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from baton.engine.cpu.native.library import job_threads, load
+from baton.engine.cpu.native.library import load
+from baton.engine.cpu.native.threads import job_threads
 from baton.engine.cpu.rows import Activation, TorchRows
 from baton.engine.sampling import sample
 
