@@ -1,41 +1,24 @@
 """What the fleet's tests share: a real Redis, and a reader that keeps what it is told."""
 
 import asyncio
-import atexit
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
-from redis import Redis
 
 from baton.registry.event_feed import EventFeed
 from baton.registry.redis_store import Registry
 from baton.registry.types import EventBatch, Forget, Heartbeat, Refreshed, Snapshot
 from fleet.local.redis_server import EmbeddedRedis
 
-_UNHARMED: list[EmbeddedRedis] = []  # a start takes six times as much CPU time
-
 
 @pytest.fixture
 def redis_server() -> Iterator[EmbeddedRedis]:
-    """An empty server: the last test's, unless that one has killed it."""
-    if _UNHARMED:
-        server = _UNHARMED.pop()
-        with Redis.from_url(server.url) as client:
-            client.client_kill_filter(_type="normal", skipme=True)
-            client.flushall()
-            client.script_flush()
-    else:
-        server = EmbeddedRedis()
-        server.start()
-        atexit.register(server.stop)
-    pid = server.pid
+    server = EmbeddedRedis()
+    server.start()
     yield server
-    if server.pid == pid and server.answers():
-        _UNHARMED.append(server)
-    else:
-        server.kill()
-        server.stop()
+    server.kill()  # a regular stop takes as long as the start
+    server.stop()
 
 
 @pytest.fixture
