@@ -26,7 +26,6 @@ from baton.wire.fleet_token import FleetToken
 from router import served_model
 from router.app import build_app
 from router.frontend.http.protocol import server_config
-from router.frontend.operators import page
 from router.process import Process
 from router.served_model import ServedModel
 from router.settings import ProcessSettings
@@ -69,7 +68,6 @@ def _parameters_of(*, call: Callable[..., Any], **more: Any) -> tuple[Any, ...]:
 
 
 fastapi.routing._build_dependant_with_parameterless_dependencies = _parameters_of
-page._read = functools.cache(page._read)
 fastapi.routing.compile_path = functools.cache(fastapi.routing.compile_path)
 fastapi.routing.create_model_field = functools.cache(fastapi.routing.create_model_field)
 served_model.load_tokenizer = _once(

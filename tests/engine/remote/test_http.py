@@ -215,10 +215,11 @@ async def test_a_lost_connection_is_not_used_again(
         transport = origin.kept.take()
         assert transport is not None
         origin.kept.keep(transport)
+        below = transport._ssl_protocol._transport
         transport._ssl_protocol.connection_lost(None)
+        below.abort()  # as its socket would be
         assert await response(origin) == (200, True, b"yes")
         assert served.connections == 2
-        transport.abort()
     http.trusted_context.cache_clear()
 
 
