@@ -82,7 +82,7 @@ def _whole(value: float) -> int:
     return int(min(max(value, 0.0), _MOST))
 
 
-async def read_load(origin: HttpOrigin, one_step: bool) -> ServerLoad:
+async def read_load(origin: HttpOrigin, one_step: bool = True) -> ServerLoad:
     """Return the load that a vLLM reports; ``one_step``: its only rank has steps.
 
     Raises:
