@@ -34,6 +34,7 @@ from baton.types import events as ev
 from baton.types.errors import UnavailableError
 from baton.wire.process_end import exit_process
 from decode_worker.service import DecodeService
+from fleet.worker.draining import drained
 from fleet.worker.engine_metrics import EngineMetrics
 from fleet.worker.erasure import erase_forever
 from fleet.worker.identity import identity_of, record_of
@@ -59,9 +60,6 @@ _LOG = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
 """Time after a signal for other workers to resume the requests that run here."""
-GIVES_S = 0.5
-"""Time that workers which resume requests have to pull KV from the cache here."""
-_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,28 +316,6 @@ def main() -> None:
     named = {"fleet": settings.fleet, "worker": settings.worker_id}
     set_up_logs(settings.log_format, fields=named)
     exit_process(asyncio.run(serve(settings)))
-
-
-async def drained(
-    busy: Callable[[], bool], timeout_s: float, hurried: asyncio.Event | None = None
-) -> bool:
-    """Wait until the worker is idle, and ``GIVES_S`` longer if it was busy at the start.
-
-    Returns whether it is idle; the event ``hurried`` ends the wait early.
-    """
-    loop = asyncio.get_running_loop()
-    until_s = loop.time() + timeout_s
-    idle_from_s = loop.time()
-    while True:
-        left = busy()
-        now_s = loop.time()
-        if now_s >= until_s or (hurried is not None and hurried.is_set()):
-            return not left
-        if left:
-            idle_from_s = now_s + GIVES_S
-        elif now_s >= idle_from_s:
-            return True
-        await asyncio.sleep(_POLL_S)
 
 
 if __name__ == "__main__":

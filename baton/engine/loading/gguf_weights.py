@@ -4,10 +4,6 @@ A damaged cache file fails its checksum and is recreated. If the cache cannot be
 dequantises every weight when it is read.
 """
 
-import contextlib
-import fcntl
-import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -20,6 +16,7 @@ import numpy.typing as npt
 import torch
 from gguf.quants import dequantize
 
+from baton.engine.loading.file_lock import exclusively
 from baton.engine.loading.safetensors_data import (
     Layout,
     is_undamaged,
@@ -41,8 +38,6 @@ from baton.telemetry.process_memory import give_back
 _CACHE_FORMAT = 3
 _CHUNK_ELEMENTS = 1 << 19  # elements dequantised at once: numpy needs about 30 bytes each
 
-_RETRY_S = 0.2
-LIMIT_S = 900.0  # then the caller continues without the lock
 Reader = Callable[[slice], torch.Tensor]
 """Function that reads some rows of a weight."""
 
@@ -157,35 +152,3 @@ def _write_cache(
         with TemporaryDirectory(dir=path.parent) as folder:
             write_safetensors(Path(folder) / path.name, layout, converted())
             (Path(folder) / path.name).replace(path)
-
-
-@contextlib.contextmanager
-def exclusively(file: Path, limit_s: float = LIMIT_S) -> Iterator[None]:
-    """Lock a file, created if needed, during the block; wait at most ``limit_s`` for others.
-
-    The lock is the kernel's (`flock`) and ends with its process. Network file systems share it
-    between hosts (NFS from version 4). On others every process does the work: correct, but slower.
-    """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:  # read-only or full: processes that can write do the work
-        yield
-        return
-    try:
-        _wait(descriptor, time.monotonic() + limit_s)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _wait(descriptor: int, until_s: float) -> None:
-    while time.monotonic() < until_s:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_RETRY_S)
-        except OSError:  # this file system has no locks
-            return
-        else:
-            return

@@ -125,7 +125,7 @@ class LoadMeter:
         return sum(row.first_ns > 0 or row.submitted_ns < before_ns for row in rows)
 
     def silent_since(self, before_ns: int) -> list[str]:
-        """Return the requests of sequences to compute without tokens since then."""
+        """Return the requests to compute that had no token since ``before_ns``."""
         return [
             name
             for (name, _), row in self._rows.items()

@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from baton.engine.loading.gguf_weights import exclusively
+from baton.engine.loading.file_lock import exclusively
 from tests.engine.loading.test_loading import write_gguf
 
 LOAD = """

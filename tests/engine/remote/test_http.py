@@ -260,7 +260,7 @@ async def test_a_kept_connection_with_bytes_is_closed() -> None:
         transport = origin.kept.take()
         assert transport is not None
         origin.kept.keep(transport)
-        transport.write(b"GET / HTTP/1.1\r\n\r\n")  # whose response nobody awaits
+        transport.write(b"GET / HTTP/1.1\r\n\r\n")  # no exchange reads the response
         while not transport.is_closing():
             await asyncio.sleep(0.01)
         assert origin.kept.take() is None
