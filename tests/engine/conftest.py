@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine import block_names
 from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
 from baton.engine.cpu import attention
 from baton.engine.cpu.decoder import Decoder
 from baton.engine.cpu.load import load_model
+from baton.engine.cpu.native import library
 from baton.engine.cpu.runner import CpuRunner
 from baton.engine.cpu.selftest import attention_tiling
 from baton.engine.loading.memory import kv_geometry
@@ -30,6 +32,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for the processes that te
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)  # tests share the machine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _libraries() -> None:
+    """Load what is compiled at install, before a test moves the cache: it would compile anew."""
+    library.load()
+    block_names.load()
 
 
 @pytest.fixture(scope="session")
