@@ -4,7 +4,8 @@
 
 Each token is a function of the tokens before it, so that a response continues
 equally wherever it is resumed. Prompts are computed one at a time; responses stream beside them.
-With words, each of which is one token, it serves text, too, and has no other tokens.
+With words, each of which is one token, it serves text, too, and has no other tokens. With a
+tokenizer it encodes texts as vLLM does; else it looks words up.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from tokenizers import Tokenizer
 
 from baton.telemetry.tasks import BackgroundTasks
 
@@ -54,6 +56,7 @@ class Emulation:
             the model does not have), ``endless`` (no finish), ``hold`` (the next request gets no
             answer, as if a proxy before the server held it).
         words: Token of each word with the space before it; empty: it serves no text.
+        tokenizer: Encodes texts, in a thread, as vLLM does; None: words are looked up.
         answer_s: Time in which it answers what is not a request for tokens.
     """
 
@@ -71,6 +74,7 @@ class Emulation:
     missing: frozenset[str] = frozenset()
     fault: str = ""
     words: Mapping[str, int] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
     started: float = field(default_factory=time.time)
     answer_s: float = 0.0
 
@@ -264,7 +268,7 @@ class EmulatedVllm:
     async def _complete(self, request: Request) -> Response:
         """Serve text: a completion, or the texts of a chat without a template."""
         body = msgspec.json.decode(await request.body())
-        asked = self._asked(body)
+        asked = await self._asked(body)
         is_chat = request.url.path == CHAT
         if body.get("stream"):
             stream = self._stream(asked, lambda chunk: self._spelt(chunk, is_chat, stream=True))
@@ -279,16 +283,20 @@ class EmulatedVllm:
 
     async def _render(self, request: Request) -> Response:
         """Return the tokens of a text, without computing them."""
-        asked = self._asked(msgspec.json.decode(await request.body()))
+        asked = await self._asked(msgspec.json.decode(await request.body()))
         rendered = {"request_id": "rendered", "model": self.emulation.model, **asked}
         return JSONResponse(rendered if request.url.path.startswith(CHAT) else [rendered])
 
-    def _asked(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _asked(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return a request for text as one for tokens."""
         text = body.get("prompt") or " ".join(one["content"] for one in body["messages"])
-        known = self.emulation.words
+        one = self.emulation
+        if one.tokenizer is None:
+            tokens = [one.words[word] for word in text.split()]
+        else:
+            tokens = (await asyncio.to_thread(one.tokenizer.encode, text)).ids
         return {
-            "token_ids": [known[word] for word in text.split()],
+            "token_ids": tokens,
             "sampling_params": {"max_tokens": body.get("max_tokens", 16)},
             "cache_salt": body.get("cache_salt"),
         }
@@ -492,6 +500,7 @@ async def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--model", default="smol")
     parser.add_argument("--words", type=Path, help="file of JSON: the token of each word")
+    parser.add_argument("--tokenizer", help="its file: texts are encoded as vLLM does")
     options = parser.parse_args()
     for port in options.ports:
         emulation = Emulation(
@@ -503,6 +512,7 @@ async def main() -> None:
             model=options.model,
             events_port=port + 1000 if options.events else 0,
             words=msgspec.json.decode(options.words.read_bytes()) if options.words else {},
+            tokenizer=Tokenizer.from_file(options.tokenizer) if options.tokenizer else None,
         )
         print(await EmulatedServer(emulation, port).start(), os.getpid(), flush=True)
     await asyncio.Event().wait()

@@ -2,7 +2,8 @@
 
     python -m benchmarks.attached peers [--sides baton,smg] [--loads sessions] [--rounds 3]
 
-Four emulated vLLM servers, each a process, get the same texts from each router. The shares of
+Four emulated vLLM servers, each a process, get the same texts from each router, and make tokens of
+texts as vLLM does (``tokenizers``, in a thread). The shares of
 cached tokens are counted by the servers. The peers have their default policies (``cache_aware``);
 ``vllm-router kv`` reads KV events, and ``round robin`` is that policy of vllm-router. They run from
 an environment below ``$BATON_CACHE``, into which the first run installs them.
@@ -11,6 +12,7 @@ an environment below ``$BATON_CACHE``, into which the first run installs them.
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import random
@@ -35,7 +37,7 @@ import psutil
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.folders import cache_root
 from baton.model.artifact import resolve_model
-from baton.text.tokenizer import load_tokenizer
+from baton.text.tokenizer import TextTokenizer, load_tokenizer
 from benchmarks.emulated_vllm import STRANGER, next_token
 from benchmarks.router.load import VOCABULARY, percentile
 from benchmarks.router.processes import free_port
@@ -319,6 +321,7 @@ class Servers:
                 [
                     *(sys.executable, "-m", "benchmarks.emulated_vllm", str(port), "--events"),
                     *("--model", NAME, "--words", str(words), "--blocks", str(load.blocks)),
+                    *("--tokenizer", str(words.with_name("tokenizer.json"))),
                     *("--max-model-len", str(CONTEXT_TOKENS), "--token-s", "0.01"),
                     *("--prefill-tokens-per-s", str(load.prefill_tokens_per_s)),
                 ],
@@ -441,6 +444,7 @@ async def measure(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "words.json").write_text(json.dumps(words))
+        smollm2().backend.save(str(folder / "tokenizer.json"))
         servers = kind(count, load, folder / "words.json")
         try:
             limits = httpx.Limits(max_connections=None)
@@ -494,10 +498,15 @@ async def _until_listening(client: httpx.AsyncClient, url: str, limit_s: float) 
     raise RuntimeError(f"{url} does not listen")
 
 
+@functools.cache
+def smollm2() -> TextTokenizer:
+    """Return the tokenizer of all servers."""
+    return load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer)
+
+
 def token_of_each_word() -> dict[str, int]:
     """Return the words that are one token with the space before them."""
-    tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer)
-    ids = {word: tokenizer.backend.encode(f" {word}").ids for word in VOCABULARY}
+    ids = {word: smollm2().backend.encode(f" {word}").ids for word in VOCABULARY}
     return {word: tokens[0] for word, tokens in ids.items() if len(tokens) == 1}
 
 

@@ -21,7 +21,7 @@ from baton.engine.vllm import protocol
 from baton.engine.vllm.server import GENERATIONS
 from tests.fleet.test_up import Served, wait_for
 from tests.vllm.places import ARGS, MODEL, PYTHON
-from tests.vllm.test_fleet import READY_S, Fleet, alive, kill, sockets
+from tests.vllm.test_fleet import READY_S, Fleet, kill, sockets, wait_until_gone
 
 LEASE_S = 30.0  # of vLLM, for KV that no other vLLM reads
 REST_S = LEASE_S + 20.0
@@ -63,7 +63,7 @@ def serving(folder: Path, prefill: int, decode: int, hand_off: str = "nixl") -> 
     finally:
         served.process.terminate()
         served.process.wait(60)
-    wait_for(lambda: not any(map(alive, vllms)), 20)
+    wait_until_gone(vllms)
 
 
 def complete(fleet: Fleet, prompt: list[int] | str, tenant: str = "a", **more: Any) -> Any:
@@ -166,7 +166,7 @@ def check_a_kill(fleet: Fleet, role: str, victim: str, after_tokens: int) -> Non
     tokens: list[int] = []
     group = asyncio.run(_killing(fleet, body, tokens, role, victim, after_tokens))
     assert len(tokens) == 60
-    wait_for(lambda: not any(alive(one) for one in group), 20)
+    wait_until_gone(group)
     socket = next(iter(sockets(fleet).values()))
     assert asyncio.run(doubtful(socket, prompt, tokens)) == []
 

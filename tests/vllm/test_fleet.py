@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -318,7 +319,7 @@ def check_a_kill(fleet: Fleet, victim: str, **more: Any) -> str:
             if len(tokens) >= 20 and not group:
                 group = kill(fleet, worker_id, victim)
     assert len(tokens) == 60
-    wait_for(lambda: not any(alive(one) for one in group), 20)
+    wait_until_gone(group)
     return text
 
 
@@ -333,6 +334,13 @@ def kill(fleet: Fleet, worker_id: str, victim: str) -> list[psutil.Process]:
     group = [process, server, *server.children(recursive=True)]
     (victims.get(victim) or process.parent()).send_signal(signal.SIGKILL)
     return group
+
+
+def wait_until_gone(group: list[psutil.Process]) -> None:
+    until_s = time.monotonic() + 20
+    while left := [one for one in group if alive(one)]:
+        assert time.monotonic() < until_s, left
+        time.sleep(0.1)
 
 
 def alive(process: psutil.Process) -> bool:
