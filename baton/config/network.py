@@ -1,5 +1,6 @@
 """Fleet file sections on certificates, and the check for plain text between hosts."""
 
+import functools
 import ipaddress
 from pathlib import Path
 from typing import Annotated
@@ -91,6 +92,7 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback if address is not None else host == "localhost"
 
 
+@functools.lru_cache(maxsize=256)  # of each request's Host, which is short
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """Return the IP address that ``host`` is; None for a name."""
     try:

@@ -24,7 +24,9 @@ PROBES = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 """Paths of health probes, which are open to everyone."""
 
 _ORIGIN = re.compile(r"[A-Za-z]+://(?P<netloc>[^/]*)")
-_HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]*)(?::(?P<port>[0-9]{0,5}))?")
+_HOST = re.compile(
+    r"(?P<name>\[[0-9a-fA-F:.]{1,64}\]|[A-Za-z0-9_.-]{0,254})(?::(?P<port>[0-9]{0,5}))?"
+)
 # Public DNS has neither these nor names without a dot, so no page can own such a name.
 _LOCAL_ENDS = (".localhost", ".local", ".internal")
 _FOREIGN = ("cross-site", "same-site")

@@ -24,7 +24,7 @@ async def test_a_router_answers_to_names_that_no_page_can_have(make_fleet):
     fleet = await make_fleet({"decode-0": None}, clients=ClientLimitsConfig(hosts=("Llm.corp",)))
     for host in (*OWN, "llm.corp:8000"):
         assert (await fleet.chat(headers={"host": host})).status_code == 200, host
-    for host in (*REBOUND, "10.0.0.5", "a b", "[::1", "llm.corp.evil.com"):
+    for host in (*REBOUND, "10.0.0.5", "a b", "[::1", "llm.corp.evil.com", 255 * "a"):
         assert await statuses(fleet, {"host": host}) == {403}, host
         answer = await fleet.chat(headers={"host": host, "origin": f"http://{host}"})
         assert answer.status_code == 403
