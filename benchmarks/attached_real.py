@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.peers import FIRST_PORT, NAME, Load, Servers, compare, documents, sessions
 from tests.vllm.places import ARGS, MODEL, PYTHON
 
-CONTEXT_TOKENS = 8192
+CONTEXT_TOKENS = 4096  # less than the fewest blocks of a load, of which vLLM keeps one
 SIDES = "baton,baton without events,vllm-router,smg,round robin"
 LOADS = {
     "sessions": Load(partial(sessions, count=8, at_once=2, turns=5, response=16), 256, 0),
@@ -37,8 +37,9 @@ class VllmServers(Servers):
 
     def __init__(self, count: int, load: Load, words: Path) -> None:
         self.ports = [FIRST_PORT + number for number in range(count)]
+        self._logs = [words.parent / f"{port}.log" for port in self.ports]
         self._processes = [
-            self._start(port, load, words.parent / f"{port}.log") for port in self.ports
+            self._start(port, load, log) for port, log in zip(self.ports, self._logs, strict=True)
         ]
 
     def _start(self, port: int, load: Load, log: Path) -> "subprocess.Popen[bytes]":
@@ -62,6 +63,12 @@ class VllmServers(Servers):
             return subprocess.Popen(
                 command, env=environment, stdout=output, stderr=output, start_new_session=True
             )
+
+    def log(self) -> str:
+        """Return the last lines with an error of each server."""
+        lines = (log.read_text(errors="replace").splitlines() for log in self._logs)
+        errors = ([line for line in one if "Error" in line][-3:] for one in lines)
+        return "".join(f"\n{line[:400]}" for one in errors for line in one)
 
     def kill(self) -> None:
         """Kill all processes of the first server."""

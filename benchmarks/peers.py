@@ -339,6 +339,20 @@ class Servers:
         """Kill the first one."""
         self._processes[0].kill()
 
+    async def until_listening(self, client: httpx.AsyncClient, url: str) -> None:
+        """Wait until a server is ready; raise RuntimeError if one has ended, or at the limit."""
+        until_s = time.monotonic() + self.ready_s
+        while time.monotonic() < until_s and all(one.poll() is None for one in self._processes):
+            with contextlib.suppress(httpx.HTTPError):
+                if (await client.get(f"{url}/health")).status_code == 200:
+                    return
+            await asyncio.sleep(0.1)
+        raise RuntimeError(f"{url} does not listen{self.log()}")
+
+    def log(self) -> str:
+        """Return the end of what the servers wrote, if that is kept."""
+        return ""
+
     async def counts(self, client: httpx.AsyncClient, name: str) -> Counter[str]:
         """Return tokens that each living server counts, by URL: ``queries`` or ``hits``."""
         counts = Counter[str]()
@@ -450,7 +464,7 @@ async def measure(
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(trust_env=False, timeout=120, limits=limits) as client:
                 for number, url in enumerate(servers.urls, start=1):
-                    await _until_listening(client, url, servers.ready_s)
+                    await servers.until_listening(client, url)
                     others = Clients(client, url, words, seed + 1000 * number)  # other texts
                     await _serve_others(client, url, others)
                 before = [await servers.counts(client, name) for name in ("queries", "hits")]
@@ -486,16 +500,6 @@ async def _serve_others(client: httpx.AsyncClient, url: str, others: Clients) ->
     for _ in range(6):
         body = {"model": NAME, "prompt": others.text(1000), "max_tokens": 1}
         await client.post(f"{url}/v1/completions", json={**body, "cache_salt": STRANGER})
-
-
-async def _until_listening(client: httpx.AsyncClient, url: str, limit_s: float) -> None:
-    until_s = time.monotonic() + limit_s
-    while time.monotonic() < until_s:
-        with contextlib.suppress(httpx.HTTPError):
-            if (await client.get(f"{url}/health")).status_code == 200:
-                return
-        await asyncio.sleep(0.1)
-    raise RuntimeError(f"{url} does not listen")
 
 
 @functools.cache
