@@ -8,6 +8,7 @@ Their texts depend on the batch, so they are not compared; cut and failed respon
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -77,8 +78,8 @@ class VllmServers(Servers):
     def stop(self) -> None:
         """End the processes of all servers."""
         for process in self._processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its engine may outlive a server
             process.wait()
 
 

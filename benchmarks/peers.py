@@ -17,6 +17,7 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -529,6 +530,7 @@ async def compare(
     kind: type[Servers] = Servers,
 ) -> None:
     """Print the medians of all routers for each load."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # servers end with this program
     install()
     words = token_of_each_word()
     seen: dict[tuple[str, str], list[Figures]] = defaultdict(list)

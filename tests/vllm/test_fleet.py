@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -306,6 +307,7 @@ def check_a_kill(fleet: Fleet, victim: str, **more: Any) -> str:
     text = ""
     tokens: list[int] = []
     group: list[psutil.Process] = []
+    folders = {name: Path(socket).parent for name, socket in sockets(fleet).items()}
     with fleet.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
         worker_id = answer.headers["x-baton-route"].partition("decode=")[2].partition(";")[0]
         for line in answer.iter_lines():
@@ -320,6 +322,7 @@ def check_a_kill(fleet: Fleet, victim: str, **more: Any) -> str:
                 group = kill(fleet, worker_id, victim)
     assert len(tokens) == 60
     wait_until_gone(group)
+    wait_for(lambda: not folders[worker_id].exists(), 20)
     return text
 
 

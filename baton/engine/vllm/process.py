@@ -8,7 +8,8 @@
 The arguments are those of ``baton.engine.process.step_loop``. With ``hand_off: baton`` vLLM opens
 the pool, to copy KV from it and into it. This process leads a process group, to which vLLM belongs.
 It ends after ``Stop``, when the shell is gone, or with a ``Fatal`` report when vLLM is gone. If it
-is killed, the shell kills the group, and so does a program that waits for the end of a pipe.
+is killed, the shell kills the group, and so does a program that waits for the end of a pipe, and
+then removes the folder of vLLM's sockets.
 """
 
 import asyncio
@@ -170,10 +171,16 @@ async def _terminate(vllm: asyncio.subprocess.Process) -> None:
             await vllm.wait()
 
 
-def _kill_group_at_exit() -> None:
-    """Start a program that kills this process's group as soon as this process is gone."""
+def _clean_up_at_exit(folder: str) -> None:
+    """Start a program that kills this process's group and removes a folder once it is gone.
+
+    It is not of the group, which the shell may kill first.
+    """
     reading, _writing = os.pipe()  # only this process holds the other end, until it exits
-    subprocess.Popen(["/bin/sh", "-c", "read _; kill -9 0"], stdin=reading)
+    script = 'read _; kill -9 -- "-$0"; rm -rf -- "$1"'
+    command = ["/bin/sh", "-c", script, str(os.getpgrp()), folder]
+    quiet = subprocess.DEVNULL  # the group may have ended
+    subprocess.Popen(command, stdin=reading, stderr=quiet, start_new_session=True)
     os.close(reading)
 
 
@@ -185,6 +192,7 @@ async def serve(control: socket.socket, pool_fd: int, settings: EngineSettings) 
     reader, writer = await asyncio.open_connection(sock=control)
     tasks = BackgroundTasks("vllm process")
     with tempfile.TemporaryDirectory(prefix="baton-vllm-") as folder:
+        _clean_up_at_exit(folder)
         process = VllmProcess(settings, external, writer, folder, pool_fd)
         tasks.vital(process.listen(reader), "listen", process.fail)
         tasks.vital(process.drive(), "drive", process.fail)
@@ -204,7 +212,6 @@ def main() -> None:
     """Run ``python -m baton.engine.vllm.process``."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # sent to the group that this process leads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
-    _kill_group_at_exit()
     control = socket.socket(fileno=int(sys.argv[1]))
     settings = msgspec.json.decode(sys.argv[3], type=EngineSettings)
     asyncio.run(serve(control, int(sys.argv[2]), settings))
