@@ -174,13 +174,15 @@ async def _terminate(vllm: asyncio.subprocess.Process) -> None:
 def _clean_up_at_exit(folder: str) -> None:
     """Start a program that kills this process's group and removes a folder once it is gone.
 
-    It is not of the group, which the shell may kill first.
+    It is neither of the group nor a descendant: a fleet kills both.
     """
     reading, _writing = os.pipe()  # only this process holds the other end, until it exits
-    script = 'read _; kill -9 -- "-$0"; rm -rf -- "$1"'
+    script = 'exec 3<&0; { read _; kill -9 "-$0"; rm -rf -- "$1"; } <&3 &'
     command = ["/bin/sh", "-c", script, str(os.getpgrp()), folder]
     quiet = subprocess.DEVNULL  # the group may have ended
-    subprocess.Popen(command, stdin=reading, stderr=quiet, start_new_session=True)
+    subprocess.run(
+        command, stdin=reading, stdout=quiet, stderr=quiet, start_new_session=True, check=True
+    )
     os.close(reading)
 
 
