@@ -21,7 +21,7 @@ from baton.engine.process.link import InnerLink
 from baton.engine.process.messages import Ready
 from baton.engine.process.step_rates import StepRates
 from baton.engine.remote.attached import Endpoints, ServerFacts, ServerKind, UnfitServerError
-from baton.engine.remote.http import CONNECT_S, HttpOrigin
+from baton.engine.remote.http import CONNECT_S, HttpOrigin, unavailable
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import BatonError, UnavailableError
 from baton.types.events import StepDone
@@ -129,7 +129,8 @@ class Attachment:
             async with asyncio.timeout(CONNECT_S):
                 _, found = await asyncio.open_connection(self.entry.host, self._origin.port)
         except OSError as error:
-            raise UnavailableError(f"no connection to {self._origin.name}: {error!r}") from None
+            what = f"no connection to {self._origin.name}"
+            raise unavailable(what, self._origin, error) from None
         peer = found.get_extra_info("peername")
         found.close()
         if peer is None:
