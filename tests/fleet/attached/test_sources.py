@@ -73,6 +73,9 @@ async def test_a_changed_file_is_read_again_and_a_wrong_one_is_not_used(tmp_path
         (["fd00::2"], ["fd00::3"], ["fd00::3"]),
         (["10.0.0.2"], [], ["10.0.0.2"]),  # the name server restarts
         (["10.0.0.2"], ["fd00::2"], ["10.0.0.2"]),  # only one of both lookups has failed
+        (["fd00::2"], ["10.0.0.2"], ["fd00::2"]),
+        (["fd00::2"], ["10.0.0.2", "fd00::2"], ["fd00::2"]),  # no server leaves
+        ([], ["fd00::2"], ["fd00::2"]),
     ],
 )
 def test_addresses_are_those_of_a_lookup_that_is_whole(
@@ -83,8 +86,7 @@ def test_addresses_are_those_of_a_lookup_that_is_whole(
     for _ in range(15):
         assert known.take(found) == present
     for _ in range(2):  # it lasts
-        last = known.take(found)
-    assert last == (present if set(present) & set(found) else found)
+        assert known.take(found) == (present if set(present) & set(found) else found)
 
 
 async def test_a_key_that_is_missing_concerns_one_server_and_a_lost_one_stays(
@@ -102,9 +104,11 @@ async def test_a_key_that_is_missing_concerns_one_server_and_a_lost_one_stays(
     source = ServerSource(servers_of(listed))
     first, second, third, fourth = await source.read()
     assert (first.problem, second.problem, second.key) == ("", "", "secret")
-    assert "must be one line" in third.problem and not third.key
+    assert "must be one line of ASCII" in third.problem and not third.key
     assert "cannot be read from" in fourth.problem
     good.write_text("")  # on the way to another one
+    assert (await source.read())[1] == second
+    good.write_text("schlüssel")
     assert (await source.read())[1] == second
     good.unlink()
     assert (await source.read())[1] == second
