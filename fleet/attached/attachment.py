@@ -108,7 +108,7 @@ class Attachment:
             except BatonError as error:
                 self._show("absent", error.message)
                 await self._pause(_RETRY_S)
-            except (OSError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - shown, logged and tried again
                 _LOG.exception("cannot attach server=%s", self.entry.name)
                 self._show("unfit", f"{type(error).__name__}: {error}")
                 await self._pause(_UNFIT_RETRY_S)
@@ -147,9 +147,9 @@ class Attachment:
 
     async def _serve(self, facts: ServerFacts) -> None:
         """Run one life of the worker."""
-        events: Endpoints = self.entry.events or ()
-        if self.entry.events is None and self._alone_on_host:
-            events = await self._kind.default_events(self._origin.host, facts)
+        events: Endpoints = ()
+        if self.entry.events is not None or self._alone_on_host:
+            events = await self._kind.events(self._origin, facts, self.entry.events)
         past = await self._kind.past_step(self._origin)
         settings = msgspec.structs.replace(
             self._settings(),
@@ -222,6 +222,7 @@ class Attachment:
         await asyncio.wait((self._left,), timeout=seconds)
 
     def _show(self, phase: str, reason: str) -> None:
+        reason = "".join(one if one.isprintable() else " " for one in reason)  # from a server
         if (phase, reason) != (self.phase, self.reason):
             self.phase = phase
             self.reason = reason

@@ -42,10 +42,11 @@ POLL_S = 2.0
 _LINE_BYTES = 16 << 20
 _COMMANDS_S = 0.5
 _RECORDS_S = 20.0  # between two writes of unchanged records, which expire
-_TOGETHER_S = 0.1  # in which changes are written together
+_SHARE_CHANGING = 4  # of the servers, one at least, may begin anew at once
+_CHANGING = ("starting", "draining", "left")
 _STATES: dict[str, WorkerState] = {"starting": "starting", "ready": "ready", "draining": "draining"}
 _REASONS: dict[Intent, str] = {
-    "serve": "its entry in the list of servers has changed",
+    "serve": "",
     "park": "drained: the list of servers has `drain: true`",
     "leave": "it has left the list of servers",
 }
@@ -134,10 +135,9 @@ class LaneServers:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RECORDS_S):
                     await self._changed.wait()
-            await asyncio.sleep(_TOGETHER_S)
 
     async def _write(self, records: Sequence[WorkerRecord]) -> None:
-        """Write these records; those of the servers that have left say so until they expire."""
+        """Write these records, and for a while those of the servers that have left."""
         names = {record.worker_id for record in records}
         left = [record for name, record in self._written.items() if name not in names]
         self._written = {record.worker_id: record for record in records}
@@ -156,10 +156,15 @@ class LaneServers:
     def _apply(self, entries: Sequence[ServerEntry]) -> None:
         hosts = Counter(entry.host for entry in entries)
         listed = {entry.name: entry for entry in entries}
+        phases = [one.phase for one in self._attachments.values()]
+        may_begin = max(len(listed) // _SHARE_CHANGING, 1) - sum(map(phases.count, _CHANGING))
         for name, one in list(self._attachments.items()):
             if one.phase == "left":
                 del self._attachments[name]
-            elif (entry := listed.get(name)) is None or not one.takes(entry):
+            elif (entry := listed.get(name)) is None or entry.drain:
+                one.leave()
+            elif not one.takes(entry) and (may_begin > 0 or not one.answers):
+                may_begin -= 1
                 one.leave()
         for name, entry in listed.items():
             self._numbers.setdefault(name, len(self._numbers))
@@ -198,20 +203,24 @@ class LaneServers:
         shown = []
         if self.problem:  # as that of a worker
             list_id = f"{worker_prefix(self._config.fleet)}list"
-            shown.append(("absent", _record(list_id, "absent", 0, self.problem)))
+            of_list = WorkerRecord(worker_id=list_id, role="decode", state="dead", epoch=0)
+            shown.append(("absent", msgspec.structs.replace(of_list, reason=self.problem)))
         for name in dict.fromkeys((*self._listed, *self._attachments)):
             one = self._attachments.get(name)
+            listed = self._listed.get(name)
             entry = self._listed[name] if one is None else one.entry
-            phase = "parked" if one is None else one.phase
-            reason = "" if one is None else one.reason
-            intent: Intent = "leave"
-            if (listed := self._listed.get(name)) is not None:
-                intent = "park" if listed.drain else "serve"
-            if phase in ("parked", "draining", "left"):
-                reason = reason or _REASONS[intent]
-            record = _record(self._worker_id(name), phase, self._epoch(name), reason)
-            named = {"role": entry.role, "host": entry.label, "intent": intent}
-            shown.append((phase, msgspec.structs.replace(record, **named)))
+            phase, reason = ("parked", "") if one is None else (one.phase, one.reason)
+            intent: Intent = "leave" if listed is None else "park" if listed.drain else "serve"
+            record = WorkerRecord(
+                worker_id=self._worker_id(name),
+                role=entry.role,
+                state=_STATES.get(phase, "dead"),
+                epoch=self._epoch(name),
+                host=entry.label,
+                reason=reason or _REASONS[intent],
+                intent=intent,
+            )
+            shown.append((phase, record))
         return shown
 
     def _report(self) -> None:
@@ -222,27 +231,11 @@ class LaneServers:
         self._reported = shown
         self._changed.set()
         slots = [
-            {
-                "worker_id": record.worker_id,
-                "phase": phase,
-                "epoch": record.epoch,
-                "reason": record.reason,
-            }
-            for phase, record in shown
+            {"worker_id": one.worker_id, "phase": phase, "epoch": one.epoch, "reason": one.reason}
+            for phase, one in shown
         ]
         sys.stdout.write(msgspec.json.encode({self._config.fleet: slots}).decode() + "\n")
         sys.stdout.flush()
-
-
-def _record(worker_id: str, phase: str, epoch: int, reason: str) -> WorkerRecord:
-    """Return a record by which routers show a server that has no worker."""
-    return WorkerRecord(
-        worker_id=worker_id,
-        role="decode",
-        state=_STATES.get(phase, "dead"),
-        epoch=epoch,
-        reason=reason,
-    )
 
 
 async def serve(settings: AttachedSettings) -> int:

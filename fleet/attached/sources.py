@@ -130,14 +130,16 @@ def read_servers(file: str) -> tuple[AttachedServer, ...]:
         parsed = parse_yaml(text, "a file of servers", lambda path: path)
         given = parsed.data.get("servers")  # an empty file may be half written: it is no list
         if parsed.data.keys() != {"servers"} or not isinstance(given, list):
-            raise ValueError(f"{file}: must have only the key `servers`, a list (`[]`: none)")
+            raise ValueError("must have only the key `servers`, a list (`[]`: none)")
         servers = SERVERS.validate_python(tuple(given))
+        refuse_repeated(servers)
     except YamlTextError as error:
         raise ValueError(f"{file}:{error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{file}: servers{dotted(first['loc'])}: {problem_of(first)}") from None
-    refuse_repeated(servers)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
     return servers
 
 
@@ -178,7 +180,7 @@ def entry_of(server: AttachedServer, address: str = "") -> ServerEntry:
         role=server.role,
         events=events,
         key=key,
-        label=server.label or f"{shown}{port}",
+        label=server.label or f"{shown}{port}{parts.path}",
         drain=server.drain,
         problem=problem,
     )

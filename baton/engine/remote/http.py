@@ -256,9 +256,9 @@ class HttpOrigin:
         """
         parts = urlsplit(url)
         is_tls = parts.scheme == "https"
-        host = parts.hostname or ""
+        connect_to = address or parts.hostname or ""
+        host = (parts.hostname or "").rstrip(".")  # no certificate has the dot of a full name
         port = parts.port or (443 if is_tls else 80)
-        connect_to = address or host
         return cls(
             name=url if not address else f"{url} ({address})",
             host=connect_to,
@@ -277,6 +277,7 @@ class HttpOrigin:
         key = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
         head = (
             f"{method} {self.prefix}{target} HTTP/1.1\r\nHost: {self.authority}\r\n{key}"
+            "Accept-Encoding: identity\r\n"
             f"Connection: {'keep-alive' if keep else 'close'}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
@@ -397,8 +398,6 @@ def unavailable(what: str, origin: HttpOrigin, error: OSError) -> UnavailableErr
 
 def _is_unread(transport: asyncio.Transport) -> bool:
     """Return whether a server has closed a TCP connection before it read what was sent last."""
-    if transport.get_write_buffer_size():
-        return True
     try:
         connection = transport.get_extra_info("socket")
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 28)

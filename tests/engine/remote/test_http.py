@@ -384,6 +384,48 @@ async def test_a_server_all_of_whose_addresses_refuse_is_gone_at_the_first_look(
     assert gone == [f"nothing listens at http://two.addresses:{port}"]
 
 
+OLD = b"HTTP/1.0 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(OLD + b"Content-Length: 3\r\n\r\nyes", id="http-1.0"),
+        pytest.param(YES[:-2] + b"Server-Timing: a;dur=1\r\n\r\n", id="trailers"),
+    ],
+)
+async def test_older_and_rare_forms_of_responses_are_whole(answer: bytes) -> None:
+    served = Served(answer, b"")
+    async with served.running() as origin:
+        parts: list[bytes] = []
+        exchange = await origin.begin("POST", "/x", b"", parts.append)
+        asyncio.get_running_loop().call_later(0.1, served.drop)
+        async with asyncio.timeout(5):
+            assert await exchange.done
+        assert (exchange.status, b"".join(parts)) == (200, b"yes")
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [OLD + b"Content-Length: 9\r\n\r\nyes", YES[:-3], OLD, b"HTTP/1.1 100 Continue\r\n\r\n"],
+    ids=["length", "chunks", "head", "continue"],
+)
+async def test_a_response_that_was_cut_is_not_whole(cut: bytes) -> None:
+    served = Served(cut)
+    async with served.running() as origin:
+        exchange = await origin.begin("POST", "/x", b"", lambda _: None)
+        asyncio.get_running_loop().call_later(0.1, served.drop)
+        async with asyncio.timeout(5):
+            assert not await exchange.done
+
+
+async def test_requests_ask_for_bodies_as_they_are() -> None:
+    """A proxy may compress what has no such header, and nothing here decompresses."""
+    request = HttpOrigin.of_url("https://gw.example.:8443/vllm-1/").request_bytes("GET", "/health")
+    assert b"\r\nAccept-Encoding: identity\r\n" in request
+    assert request.startswith(b"GET /vllm-1/health HTTP/1.1\r\nHost: gw.example:8443\r\n")
+
+
 async def test_a_continue_without_an_end_is_cut_off() -> None:
     served = Served(CONTINUE * 50_000)
     async with served.running() as origin:

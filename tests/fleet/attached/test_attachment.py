@@ -30,6 +30,29 @@ class Noting:
         raise UnfitServerError("it was only looked at")
 
 
+class Raising(Noting):
+    """Kind whose servers raise what nobody has thought of, with characters of a terminal."""
+
+    async def examine(self, origin: HttpOrigin) -> ServerFacts:
+        raise ImportError("no \x1b[2Jmodule\nat all")
+
+
+async def test_an_unexpected_error_is_shown_and_does_not_end_the_attachment() -> None:
+    """A missing package left the server as `starting` for ever."""
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    changed = asyncio.Event()
+    port = server.sockets[0].getsockname()[1]
+    one = attachment_of(f"http://127.0.0.1:{port}", Raising(), changed)
+    running = asyncio.create_task(one.run())
+    async with asyncio.timeout(10):
+        await changed.wait()
+        assert (one.phase, one.reason) == ("unfit", "ImportError: no  [2Jmodule at all")
+        assert not running.done()
+        one.leave()
+        await running
+    server.close()
+
+
 def attachment_of(url: str, kind: Any, changed: asyncio.Event) -> Attachment:
     (server,) = servers_of([url]).known
 

@@ -171,9 +171,19 @@ def test_the_process_of_the_servers_is_one_and_comes_back(
 
 @pytest.mark.costly
 def test_a_running_fleet_takes_a_changed_list(listed: Listed) -> None:
-    fleet, _, thread = listed
+    fleet, servers, thread = listed
     file = fleet.folder / "fleet.yaml"
     config = json.loads(file.read_text())
+    labelled = {f"rack-{number}": one.url for number, one in enumerate(servers)}
+    given = [{"url": url, "label": label} for label, url in labelled.items()]
+    config["pools"]["vllm"]["servers"] = given
+    file.write_text(json.dumps(config))
+    reconciling = Background(lambda: baton(fleet, "up", str(file), "--reconcile"))
+    while fleet.ready() != labelled.keys():  # never all at once
+        assert fleet.complete(4) == expected(4)
+        assert time.monotonic() - reconciling.began_s < 60
+    assert reconciling.result().returncode == 0
+
     another, absent = (thread.start(replace(LIKE)) for _ in range(2))
     absent.stop()
     config["pools"]["vllm"]["servers"] = [another.url, absent.url]
@@ -189,7 +199,8 @@ def test_a_running_fleet_takes_a_changed_list(listed: Listed) -> None:
     assert shown.returncode == 1
     assert absent.url.removeprefix("http://") in shown.stdout.split("hand-offs")[0]
     assert f"{lost['id']}: {why}" in shown.stdout
-    assert f"{lost['id']} absent ({why})" in fleet.served.output.read_text()
+    line = re.compile(rf"{lost['id']} absent.* \({why}\)")
+    wait_for(lambda: line.search(fleet.served.output.read_text()) is not None, 10)
 
 
 def test_a_fleet_of_unfit_servers_does_not_start(thread: ServerThread, tmp_path: Path) -> None:
