@@ -110,11 +110,7 @@ class ServerKind(Protocol):
     async def events(
         self, origin: HttpOrigin, facts: ServerFacts, named: Endpoints | None
     ) -> Endpoints:
-        """Return the endpoints at which its KV events arrive; None: look at the default ports.
-
-        Raises:
-            UnfitServerError: A package is missing.
-        """
+        """Return the endpoints at which its KV events arrive; None: look at the default ports."""
         return ()
 
     def describe(self, facts: ServerFacts) -> EngineDescription:

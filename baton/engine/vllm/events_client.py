@@ -122,12 +122,7 @@ class KvEventsClient:
 
 
 async def arrive(streams: Sequence[str], compute: Callable[[str], Awaitable[object]]) -> bool:
-    """Return whether events of a server arrive that can be read.
-
-    Args:
-        streams: ZeroMQ endpoints of its ranks, one of which computes the prompt.
-        compute: Lets the server compute a prompt with a cache salt, which its events name.
-    """
+    """Return whether readable events arrive of prompts that ``compute`` sends with a cache salt."""
     context = zmq.asyncio.Context()
     context.setsockopt(zmq.IPV6, any("[" in stream for stream in streams))
     try:
