@@ -42,6 +42,7 @@ POLL_S = 2.0
 _LINE_BYTES = 16 << 20
 _COMMANDS_S = 0.5
 _RECORDS_S = 20.0  # between two writes of unchanged records, which expire
+_TOGETHER_S = 0.25  # in which changes are written together
 _SHARE_CHANGING = 4  # of the servers, one at least, may begin anew at once
 _CHANGING = ("starting", "draining", "left")
 _STATES: dict[str, WorkerState] = {"starting": "starting", "ready": "ready", "draining": "draining"}
@@ -135,6 +136,7 @@ class LaneServers:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RECORDS_S):
                     await self._changed.wait()
+            await asyncio.sleep(_TOGETHER_S)
 
     async def _write(self, records: Sequence[WorkerRecord]) -> None:
         """Write these records, and for a while those of the servers that have left."""
