@@ -15,6 +15,7 @@ _Url = Annotated[
     StringConstraints(pattern=r"^https?://[^/?#\s@]+(/[^?#\s]*)?$"),
     AfterValidator(lambda url: re.sub(r"(?<=[^/:])(/+v1)?/*$", "", url)),  # as clients have it
 ]
+_PORTS = {"http": 80, "https": 443}
 
 
 class AttachedServer(Section):
@@ -100,11 +101,15 @@ class AttachedServers(Section):
 
 
 def refuse_repeated(servers: tuple[AttachedServer, ...]) -> None:
-    """Raise ``ValueError`` if two servers have the same URL."""
-    urls = [server.url for server in servers]
-    for url in urls:
-        if urls.count(url) > 1:
-            raise ValueError(f"contains {url} twice")
+    """Raise ``ValueError`` if two servers have the same URL, in whatever spelling."""
+    places = set()
+    for server in servers:
+        parts = urlsplit(server.url)
+        host = (parts.hostname or "").rstrip(".")
+        place = (parts.scheme, host, parts.port or _PORTS[parts.scheme], parts.path)
+        if place in places:
+            raise ValueError(f"contains {server.url} twice")
+        places.add(place)
 
 
 SERVERS = TypeAdapter(tuple[AttachedServer, ...])

@@ -109,6 +109,8 @@ def _explain(item: Any, source: _Source, changes: Mapping[str, object], said_by:
     if item["type"] == "extra_forbidden":
         return f"{place}: {dotted(public)}: unknown key{_suggestion(public)}"
     secret = path[0] == "redis" or (path[0] == "api_keys" and not path[2:])
+    if "servers" in path:  # whose URLs may have one, though they must not
+        secret = not {"@", "?"}.isdisjoint(f"{item['input']}")
     shown = "" if secret else f" = {_short(item['input'])}"
     return f"{place}: {dotted(public)}{shown}: {problem_of(item)}"
 

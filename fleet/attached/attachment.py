@@ -21,7 +21,7 @@ from baton.engine.process.link import InnerLink
 from baton.engine.process.messages import Ready
 from baton.engine.process.step_rates import StepRates
 from baton.engine.remote.attached import Endpoints, ServerFacts, ServerKind, UnfitServerError
-from baton.engine.remote.http import CONNECT_S, HttpOrigin
+from baton.engine.remote.http import CONNECT_S, HttpOrigin, unavailable
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import BatonError, UnavailableError
 from baton.types.events import StepDone
@@ -41,13 +41,12 @@ class Attachment:
     """A server of one lane, and its worker while it has one.
 
     Args:
-        settings: Returns the settings of the worker's life with a number.
+        settings: Returns the settings of a worker that begins.
         alone_on_host: Whether no other server of the fleet has its host.
         changed: Called after each change of the phase.
 
     Attributes:
         phase: ``starting`` until the server was looked at, then as in the picture.
-        epoch: Number of the worker's life.
         may_be_silent: Whether the server may be left because it answers slowly.
     """
 
@@ -55,14 +54,13 @@ class Attachment:
         self,
         entry: ServerEntry,
         kind: ServerKind,
-        settings: Callable[[int], WorkerSettings],
+        settings: Callable[[], WorkerSettings],
         alone_on_host: bool,
         changed: Callable[[], None],
     ) -> None:
         self.entry = entry
         self.phase = "starting"
         self.reason = ""
-        self.epoch = 0
         self.may_be_silent: Callable[[], bool] = lambda: True
         self._handle: EngineHandle | None = None
         self._kind = kind
@@ -79,6 +77,14 @@ class Attachment:
     def answers(self) -> bool:
         """Return whether the server takes requests, and answers in time."""
         return self.phase == "ready" and self._handle is not None and not self._handle.silent
+
+    def takes(self, entry: ServerEntry) -> bool:
+        """Take a new key for later requests; return False if the entry has other changes."""
+        if msgspec.structs.replace(self.entry, key=entry.key, problem=entry.problem) != entry:
+            return False
+        self.entry = entry
+        self._origin.key = entry.key
+        return True
 
     def leave(self, *, at_once: bool = False) -> None:
         """Drain the worker and end; ``at_once`` does not wait for its requests."""
@@ -102,7 +108,7 @@ class Attachment:
             except BatonError as error:
                 self._show("absent", error.message)
                 await self._pause(_RETRY_S)
-            except (OSError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - shown, logged and tried again
                 _LOG.exception("cannot attach server=%s", self.entry.name)
                 self._show("unfit", f"{type(error).__name__}: {error}")
                 await self._pause(_UNFIT_RETRY_S)
@@ -129,7 +135,8 @@ class Attachment:
             async with asyncio.timeout(CONNECT_S):
                 _, found = await asyncio.open_connection(self.entry.host, self._origin.port)
         except OSError as error:
-            raise UnavailableError(f"no connection to {self._origin.name}: {error!r}") from None
+            what = f"no connection to {self._origin.name}"
+            raise unavailable(what, self._origin, error) from None
         peer = found.get_extra_info("peername")
         found.close()
         if peer is None:
@@ -140,13 +147,12 @@ class Attachment:
 
     async def _serve(self, facts: ServerFacts) -> None:
         """Run one life of the worker."""
-        self.epoch += 1
-        events: Endpoints = self.entry.events or ()
-        if self.entry.events is None and self._alone_on_host:
-            events = await self._kind.default_events(self._origin.host, facts)
+        events: Endpoints = ()
+        if self.entry.events is not None or self._alone_on_host:
+            events = await self._kind.events(self._origin, facts, self.entry.events)
         past = await self._kind.past_step(self._origin)
         settings = msgspec.structs.replace(
-            self._settings(self.epoch),
+            self._settings(),
             server=join_address(self._origin.host, self._origin.port),
             unseen_block_tokens=facts.block_tokens * (facts.blocks > 0 and not events),
         )
@@ -216,6 +222,7 @@ class Attachment:
         await asyncio.wait((self._left,), timeout=seconds)
 
     def _show(self, phase: str, reason: str) -> None:
+        reason = "".join(one if one.isprintable() else " " for one in reason)  # from a server
         if (phase, reason) != (self.phase, self.reason):
             self.phase = phase
             self.reason = reason

@@ -25,7 +25,7 @@ from baton.engine.vllm.attached import VllmServers
 from baton.model.artifact import resolve_model
 from baton.registry.admin_commands import AdminCommands, CommandReply
 from baton.registry.redis_store import Registry, RegistryUnavailableError
-from baton.registry.types import worker_name
+from baton.registry.types import Intent, WorkerRecord, WorkerState, worker_name
 from baton.telemetry.logs import set_up_logs
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.lanes import worker_prefix
@@ -41,6 +41,16 @@ _LOG = logging.getLogger(__name__)
 POLL_S = 2.0
 _LINE_BYTES = 16 << 20
 _COMMANDS_S = 0.5
+_RECORDS_S = 20.0  # between two writes of unchanged records, which expire
+_TOGETHER_S = 0.25  # in which changes are written together
+_SHARE_CHANGING = 4  # of the servers, one at least, may begin anew at once
+_CHANGING = ("starting", "draining", "left")
+_STATES: dict[str, WorkerState] = {"starting": "starting", "ready": "ready", "draining": "draining"}
+_REASONS: dict[Intent, str] = {
+    "serve": "",
+    "park": "drained: the list of servers has `drain: true`",
+    "leave": "it has left the list of servers",
+}
 _NO_COMMANDS = (
     "the workers of this fleet are attached servers: change their list, in which `drain: true` "
     "drains one"
@@ -77,7 +87,13 @@ class LaneServers:
         self._settings = settings
         self._tasks = tasks
         self._numbers: dict[str, int] = {}  # by the server's name; kept when it leaves
+        self._lives: Counter[str] = Counter()  # of its workers, likewise
+        self._listed: dict[str, ServerEntry] = {}
         self._attachments: dict[str, Attachment] = {}
+        self._registry = Registry(settings.spec.redis_url, config.fleet)
+        self._changed = asyncio.Event()
+        self._reported: list[tuple[str, WorkerRecord]] = []
+        self._written: dict[str, WorkerRecord] = {}
         self._running: set[asyncio.Task[None]] = set()
         self.problem = ""
 
@@ -99,13 +115,12 @@ class LaneServers:
                 self._apply(entries)
             if self.problem != before:
                 _LOG.warning("%s", self.problem or "the list of servers is read again")
-                self._report()
+            self._report()
             await asyncio.sleep(POLL_S)
 
     async def refuse_commands(self) -> None:
         """Answer admin commands, which a controller executes in other fleets."""
-        registry = Registry(self._settings.spec.redis_url, self._config.fleet)
-        commands = AdminCommands(registry)
+        commands = AdminCommands(self._registry)
         while True:
             with contextlib.suppress(RegistryUnavailableError):
                 while (command := await commands.take()) is not None:
@@ -113,28 +128,53 @@ class LaneServers:
                     await commands.answer(command, CommandReply(problem))
             await asyncio.sleep(_COMMANDS_S)
 
+    async def publish(self) -> None:
+        """Write the state of all servers to the registry when it changes."""
+        while True:
+            self._changed.clear()
+            await self._write([record for _, record in self._shown()])
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_RECORDS_S):
+                    await self._changed.wait()
+            await asyncio.sleep(_TOGETHER_S)
+
+    async def _write(self, records: Sequence[WorkerRecord]) -> None:
+        """Write these records, and for a while those of the servers that have left."""
+        names = {record.worker_id for record in records}
+        left = [record for name, record in self._written.items() if name not in names]
+        self._written = {record.worker_id: record for record in records}
+        gone = [msgspec.structs.replace(one, state="dead", intent="leave") for one in left]
+        with contextlib.suppress(RegistryUnavailableError):
+            await self._registry.write_slots([*records, *gone])
+
     async def leave(self, *, at_once: bool) -> None:
         """Drain all servers, and wait until their workers have ended."""
         for one in self._attachments.values():
             one.leave(at_once=at_once)
         if self._running:
             await asyncio.wait(self._running)
+        await self._write([])
 
     def _apply(self, entries: Sequence[ServerEntry]) -> None:
         hosts = Counter(entry.host for entry in entries)
-        wanted = {entry.name: entry for entry in entries if not entry.drain}
+        listed = {entry.name: entry for entry in entries}
+        phases = [one.phase for one in self._attachments.values()]
+        may_begin = max(len(listed) // _SHARE_CHANGING, 1) - sum(map(phases.count, _CHANGING))
         for name, one in list(self._attachments.items()):
             if one.phase == "left":
                 del self._attachments[name]
-                self._report()
-            elif one.entry != wanted.get(name):
+            elif (entry := listed.get(name)) is None or entry.drain:
                 one.leave()
-        for name, entry in wanted.items():
-            if name not in self._attachments:
+            elif not one.takes(entry) and (may_begin > 0 or not one.answers):
+                may_begin -= 1
+                one.leave()
+        for name, entry in listed.items():
+            self._numbers.setdefault(name, len(self._numbers))
+            if name not in self._attachments and not entry.drain:
                 self._attach(name, entry, alone=hosts[entry.host] == 1)
+        self._listed = listed
 
     def _attach(self, name: str, entry: ServerEntry, *, alone: bool) -> None:
-        self._numbers.setdefault(name, len(self._numbers))
         one = Attachment(entry, self._kind, partial(self._worker, name, entry), alone, self._report)
         one.may_be_silent = partial(self._others_answer, one)
         self._attachments[name] = one
@@ -149,27 +189,53 @@ class LaneServers:
     def _worker_id(self, name: str) -> str:
         return worker_name(self._numbers[name], worker_prefix(self._config.fleet))
 
-    def _worker(self, name: str, entry: ServerEntry, life: int) -> WorkerSettings:
-        """Return the settings of a worker's life."""
-        epoch = self._settings.number * _LIVES + life
-        launch = Launch(self._worker_id(name), entry.role, epoch)
+    def _epoch(self, name: str) -> int:
+        return self._settings.number * _LIVES + self._lives[name]
+
+    def _worker(self, name: str, entry: ServerEntry) -> WorkerSettings:
+        """Return the settings of a worker that begins."""
+        self._lives[name] += 1
+        launch = Launch(self._worker_id(name), entry.role, self._epoch(name))
         fields = worker_settings(self._config, launch, self._settings.spec)
         fields |= {"label": entry.label, "transports": ["grpc"]}
         return msgspec.convert(fields, WorkerSettings)
 
+    def _shown(self) -> list[tuple[str, WorkerRecord]]:
+        """Return phase and record of all servers of the list, and of those that have not left."""
+        shown = []
+        if self.problem:  # as that of a worker
+            list_id = f"{worker_prefix(self._config.fleet)}list"
+            of_list = WorkerRecord(worker_id=list_id, role="decode", state="dead", epoch=0)
+            shown.append(("absent", msgspec.structs.replace(of_list, reason=self.problem)))
+        for name in dict.fromkeys((*self._listed, *self._attachments)):
+            one = self._attachments.get(name)
+            listed = self._listed.get(name)
+            entry = self._listed[name] if one is None else one.entry
+            phase, reason = ("parked", "") if one is None else (one.phase, one.reason)
+            intent: Intent = "leave" if listed is None else "park" if listed.drain else "serve"
+            record = WorkerRecord(
+                worker_id=self._worker_id(name),
+                role=entry.role,
+                state=_STATES.get(phase, "dead"),
+                epoch=self._epoch(name),
+                host=entry.label,
+                reason=reason or _REASONS[intent],
+                intent=intent,
+            )
+            shown.append((phase, record))
+        return shown
+
     def _report(self) -> None:
         """Print the state of all servers of this lane, as the supervisor shows it."""
+        shown = self._shown()
+        if shown == self._reported:
+            return
+        self._reported = shown
+        self._changed.set()
         slots = [
-            {
-                "worker_id": self._worker_id(name),
-                "phase": one.phase,
-                "epoch": one.epoch,
-                "reason": one.reason,
-            }
-            for name, one in self._attachments.items()
+            {"worker_id": one.worker_id, "phase": phase, "epoch": one.epoch, "reason": one.reason}
+            for phase, one in shown
         ]
-        if self.problem:  # the supervisor shows it as that of a worker
-            slots += [{"worker_id": "list", "phase": "absent", "epoch": 0, "reason": self.problem}]
         sys.stdout.write(msgspec.json.encode({self._config.fleet: slots}).decode() + "\n")
         sys.stdout.flush()
 
@@ -193,6 +259,7 @@ async def serve(settings: AttachedSettings) -> int:
     lanes = [await _lane(one, settings, tasks) for one in config.lanes]
     following = [tasks.keep(one.follow, "servers") for one in lanes]
     following += [tasks.keep(one.refuse_commands, "admin commands") for one in lanes]
+    following += [tasks.keep(one.publish, "records") for one in lanes]
     following.append(tasks.keep(partial(_follow_file, lanes), "configuration"))
     await stopping.wait()
     for task in following:

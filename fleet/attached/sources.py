@@ -79,9 +79,10 @@ class ServerSource:
 
 
 class KnownAddresses:
-    """Addresses of a name: its IPv4 ones, as servers with both families have an address of each.
+    """Addresses of a name: the IPv4 ones, as servers with both families have an address of each.
 
-    A name server that restarts may know none: that counts once it lasts.
+    A lookup without addresses of the family in use counts once that lasts: a name server that
+    restarts may know none, or those of the other family.
     """
 
     def __init__(self) -> None:
@@ -90,13 +91,18 @@ class KnownAddresses:
 
     def take(self, found: Sequence[str]) -> list[str]:
         """Return the addresses of servers, after a lookup."""
-        chosen = [address for address in found if ":" not in address]
-        if not any(":" not in known for known in self._present):
-            chosen = chosen or list(found)
-        self._empty_lookups = 0 if chosen else self._empty_lookups + 1
-        if chosen or self._empty_lookups > _EMPTY_LOOKUPS:
-            self._present = sorted(chosen)
+        in_use = self._present or sorted(found, key=_is_ipv6)
+        of_family = [address for address in found if _is_ipv6(address) == _is_ipv6(in_use[0])]
+        self._empty_lookups = 0 if of_family else self._empty_lookups + 1
+        if of_family:
+            self._present = sorted(of_family)
+        elif self._empty_lookups > _EMPTY_LOOKUPS:
+            self._present = sorted(found)  # of the other family
         return self._present
+
+
+def _is_ipv6(address: str) -> bool:
+    return ":" in address
 
 
 async def _addresses(server: AttachedServer) -> Sequence[str]:
@@ -124,14 +130,16 @@ def read_servers(file: str) -> tuple[AttachedServer, ...]:
         parsed = parse_yaml(text, "a file of servers", lambda path: path)
         given = parsed.data.get("servers")  # an empty file may be half written: it is no list
         if parsed.data.keys() != {"servers"} or not isinstance(given, list):
-            raise ValueError(f"{file}: must have only the key `servers`, a list (`[]`: none)")
+            raise ValueError("must have only the key `servers`, a list (`[]`: none)")
         servers = SERVERS.validate_python(tuple(given))
+        refuse_repeated(servers)
     except YamlTextError as error:
         raise ValueError(f"{file}:{error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{file}: servers{dotted(first['loc'])}: {problem_of(first)}") from None
-    refuse_repeated(servers)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
     return servers
 
 
@@ -141,8 +149,8 @@ def _key_in(file: str) -> WatchedFiles[str]:
 
     def read() -> str:
         key = read_text(file, "the key of a server").strip()
-        if not key or not key.isprintable():
-            raise SecretError(f"the key of a server must be one line: {file} has none, or more")
+        if not key or not key.isascii() or not key.isprintable():
+            raise SecretError(f"the key of a server must be one line of ASCII: {file} has none")
         return key
 
     return WatchedFiles((file,), read)
@@ -172,7 +180,7 @@ def entry_of(server: AttachedServer, address: str = "") -> ServerEntry:
         role=server.role,
         events=events,
         key=key,
-        label=server.label or f"{shown}{port}",
+        label=server.label or f"{shown}{port}{parts.path}",
         drain=server.drain,
         problem=problem,
     )

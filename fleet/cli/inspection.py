@@ -87,7 +87,7 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
             str(worker["epoch"]),
             *(str(worker[key]) for key in ("running", "waiting")),
             f"{blocks['leased']}+{blocks['cached']}/{blocks['total']}",
-            escape(f"{worker['host']}:{worker['pid']}" if worker["pid"] else "–"),
+            escape(f"{worker['host']}:{worker['pid']}" if worker["pid"] else worker["host"] or "–"),
         )
     return table
 

@@ -21,6 +21,7 @@ from baton.engine.remote.attached import (
     Endpoints,
     EngineDescription,
     ServerFacts,
+    ServerKind,
     ServerWatch,
     UnfitServerError,
     needs_key,
@@ -32,7 +33,6 @@ from baton.engine.remote.live_request import LiveRequest, Parameters
 from baton.engine.remote.others import ServerLoad
 from baton.model.artifact import ModelArtifact
 from baton.text.tokenizer import load_tokenizer
-from baton.types import events as ev
 from baton.types.errors import BatonError, UnavailableError
 from baton.types.geometry import BLOCK_TOKENS, KvGeometry
 
@@ -105,35 +105,6 @@ async def read_load(origin: HttpOrigin) -> ServerLoad:
         return ServerLoad(is_whole=False)
     running = sum(slot.is_processing for slot in slots)
     return ServerLoad(running, work=zlib.crc32(raw), is_whole=False)
-
-
-async def examine(origin: HttpOrigin, artifact: ModelArtifact) -> ServerFacts:
-    """Return the properties of a llama-server that has the model's tokens and computes one.
-
-    Raises:
-        UnavailableError: It does not respond, or is not healthy.
-        UnfitServerError: It lacks something; the message names its argument.
-    """
-    await origin.fetch("GET", "/health", _ANSWER_S)
-    facts = await read_facts(origin)
-    body = msgspec.json.encode({"content": _SAMPLE, "add_special": False})
-    raw = await origin.fetch("POST", "/tokenize", _ANSWER_S, body)
-    theirs = list(msgspec.json.decode(raw, type=_Tokens).tokens)
-    ours = load_tokenizer(artifact.tokenizer).encode(_SAMPLE)
-    if theirs != ours:
-        raise UnfitServerError(
-            f"{origin.name} serves {facts.model}, whose tokens are not those of {artifact.source}: "
-            "start `llama-server -m` with the file that is `model` here, or change `model`"
-        )
-    check = {"prompt": ours[:4], "n_predict": 1, "cache_prompt": False, "return_tokens": True}
-    raw = await origin.fetch("POST", protocol.COMPLETION, _CHECK_S, msgspec.json.encode(check))
-    event = protocol.read_event(raw)
-    if event.timings is None or event.timings.cache_n is None or not event.stop:
-        raise UnfitServerError(
-            f"{origin.name} ({facts.engine}) reports no cached tokens: Baton needs llama.cpp "
-            "b6500 or newer"
-        )
-    return facts
 
 
 class AttachedLlamaServer(AttachedEngine):
@@ -225,28 +196,38 @@ class AttachedLlamaServer(AttachedEngine):
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaServers:
+class LlamaServers(ServerKind):
     """llama-servers of a model; see `ServerKind`.
 
     Attributes:
         artifact: The model, whose weights are not read.
-        hand_off: Empty: there is none.
     """
 
     artifact: ModelArtifact
-    hand_off: str = ""
 
     async def examine(self, origin: HttpOrigin) -> ServerFacts:
         """Return the properties of a llama-server that has all that Baton needs."""
-        return await examine(origin, self.artifact)
-
-    async def past_step(self, origin: HttpOrigin) -> ev.StepDone | None:
-        """Return None: its metrics are an option."""
-        return None
-
-    async def default_events(self, host: str, facts: ServerFacts) -> Endpoints:
-        """Return no endpoints: llama-server has no KV events."""
-        return ()
+        await origin.fetch("GET", "/health", _ANSWER_S)
+        facts = await read_facts(origin)
+        body = msgspec.json.encode({"content": _SAMPLE, "add_special": False})
+        raw = await origin.fetch("POST", "/tokenize", _ANSWER_S, body)
+        theirs = list(msgspec.json.decode(raw, type=_Tokens).tokens)
+        ours = load_tokenizer(self.artifact.tokenizer).encode(_SAMPLE)
+        if theirs != ours:
+            raise UnfitServerError(
+                f"{origin.name} serves {facts.model}, whose tokens are not those of "
+                f"{self.artifact.source}: start `llama-server -m` with the file that is `model` "
+                "here, or change `model`"
+            )
+        check = {"prompt": ours[:4], "n_predict": 1, "cache_prompt": False, "return_tokens": True}
+        raw = await origin.fetch("POST", protocol.COMPLETION, _CHECK_S, msgspec.json.encode(check))
+        event = protocol.read_event(raw)
+        if event.timings is None or event.timings.cache_n is None or not event.stop:
+            raise UnfitServerError(
+                f"{origin.name} ({facts.engine}) reports no cached tokens: Baton needs llama.cpp "
+                "b6500 or newer"
+            )
+        return facts
 
     def describe(self, facts: ServerFacts) -> EngineDescription:
         """Return the properties with which its worker is registered."""

@@ -87,7 +87,7 @@ class ServerKind(Protocol):
     @property
     def hand_off(self) -> str:
         """Way of KV between the servers; empty: none."""
-        ...
+        return ""
 
     @property
     def artifact(self) -> ModelArtifact:
@@ -105,11 +105,13 @@ class ServerKind(Protocol):
 
     async def past_step(self, origin: HttpOrigin) -> ev.StepDone | None:
         """Return a step at the speed of the prompts that it has computed; None: unknown."""
-        ...
+        return None
 
-    async def default_events(self, host: str, facts: ServerFacts) -> Endpoints:
-        """Return the endpoints of its KV events at the default ports, if it has any."""
-        ...
+    async def events(
+        self, origin: HttpOrigin, facts: ServerFacts, named: Endpoints | None
+    ) -> Endpoints:
+        """Return the endpoints at which its KV events arrive; None: look at the default ports."""
+        return ()
 
     def describe(self, facts: ServerFacts) -> EngineDescription:
         """Return the properties with which its worker is registered."""

@@ -1,11 +1,13 @@
 """HTTP client of engines: body passed on as it arrives, connections kept for the next request."""
 
 import asyncio
+import errno
+import re
 import socket
 import ssl
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import cache
 from http import HTTPStatus
 from typing import Self, cast
 from urllib.parse import urlsplit
@@ -13,6 +15,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from baton.addresses import join_address
+from baton.engine.remote.trusted import trusted_context
 from baton.types.errors import UnavailableError
 
 CONNECT_S = 5.0
@@ -21,6 +24,8 @@ _RESPONSE_BYTES = 32 << 20
 _HEAD_BYTES = 1 << 20  # of the part that has the head
 _KEPT_S = 4.0  # vLLM and llama-server close a connection after 5 s without a request
 _MOST_KEPT = 64
+_NOTHING_LISTENS = {f"{errno.ECONNREFUSED}", f"{errno.ENOENT}"}
+_TCP_CLOSE = 7  # state of a connection that the peer has reset
 
 
 class HttpExchange(asyncio.Protocol):
@@ -33,6 +38,7 @@ class HttpExchange(asyncio.Protocol):
         status: HTTP status; 0 until the response begins.
         unsent: Bytes of the request to send once the loop serves the connection.
         done: Result True after a complete response, False if the connection broke.
+        is_unread: Whether the server closed a kept connection before it read the request.
     """
 
     def __init__(
@@ -40,6 +46,7 @@ class HttpExchange(asyncio.Protocol):
     ) -> None:
         self.status = 0
         self.unsent = b""
+        self.is_unread = False
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._on_body = on_body
         self._kept = kept
@@ -50,15 +57,10 @@ class HttpExchange(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection, by which the engine aborts the request."""
-        self._is_reused = False
+        self._is_reused = self.is_unread = False
         if self._transport is not None:
             self._transport.abort()
         self._end(complete=False)
-
-    @property
-    def is_unanswered(self) -> bool:
-        """True if the server closed a kept connection, probably before the request came."""
-        return self._is_reused and self.done.done()
 
     def reuse(self, transport: asyncio.Transport) -> None:
         """Send the request on a kept connection."""
@@ -85,9 +87,18 @@ class HttpExchange(asyncio.Protocol):
         if self.done.done() and self._transport is not None:
             self._leave(self._transport)
 
+    def eof_received(self) -> None:
+        """Note whether the server closes the connection without the request."""
+        self._note_unread(is_reset=False)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Note the end of the connection."""
+        self._note_unread(is_reset=isinstance(exc, ConnectionError))
         self._end(complete=False)
+
+    def _note_unread(self, *, is_reset: bool) -> None:
+        if self._is_reused and self._transport is not None and not self._head_bytes:
+            self.is_unread = self.is_unread or is_reset or _is_unread(self._transport)
 
     def on_message_begin(self) -> None:
         """Keep no connection with bytes behind the response."""
@@ -98,8 +109,7 @@ class HttpExchange(asyncio.Protocol):
         """Note the status of the response."""
         if not self.done.done():
             self.status = self._parser.get_status_code()
-            if self.status != HTTPStatus.REQUEST_TIMEOUT:
-                self._is_reused = False
+            self.is_unread = self._is_reused and self.status == HTTPStatus.REQUEST_TIMEOUT
 
     def on_body(self, body: bytes) -> None:
         """Pass a part of the body on."""
@@ -203,7 +213,7 @@ class RefusedError(UnavailableError):
     """Nothing listens at a server's address."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class HttpOrigin:
     """Server of an engine: where it listens, and what a request to it must have.
 
@@ -214,8 +224,8 @@ class HttpOrigin:
         server_name: Name in the server's certificate.
         authority: Host and port in the requests.
         prefix: Path before that of each request.
-        key: Key that the server requires; empty: none.
-        tls: Context with which certificates are verified; None: plain text.
+        key: Key that the server requires; empty: none. A new one is for later requests.
+        tls: Whether requests are encrypted, and the server's certificate is verified.
         kept: Connections that wait for the next request.
     """
 
@@ -227,7 +237,7 @@ class HttpOrigin:
     authority: str = "engine"
     prefix: str = ""
     key: str = field(default="", repr=False)
-    tls: ssl.SSLContext | None = None
+    tls: bool = False
     kept: KeptConnections = field(default_factory=KeptConnections, repr=False, compare=False)
 
     @classmethod
@@ -246,9 +256,9 @@ class HttpOrigin:
         """
         parts = urlsplit(url)
         is_tls = parts.scheme == "https"
-        host = parts.hostname or ""
+        connect_to = address or parts.hostname or ""
+        host = (parts.hostname or "").rstrip(".")  # no certificate has the dot of a full name
         port = parts.port or (443 if is_tls else 80)
-        connect_to = address or host
         return cls(
             name=url if not address else f"{url} ({address})",
             host=connect_to,
@@ -257,7 +267,7 @@ class HttpOrigin:
             authority=join_address(host.partition("%")[0], port),  # no server knows an IPv6 zone
             prefix=parts.path.rstrip("/"),
             key=key,
-            tls=trusted_context() if is_tls else None,
+            tls=is_tls,
         )
 
     def request_bytes(
@@ -267,6 +277,7 @@ class HttpOrigin:
         key = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
         head = (
             f"{method} {self.prefix}{target} HTTP/1.1\r\nHost: {self.authority}\r\n{key}"
+            "Accept-Encoding: identity\r\n"
             f"Connection: {'keep-alive' if keep else 'close'}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
@@ -283,8 +294,9 @@ class HttpOrigin:
     ) -> HttpExchange:
         """Post a request, on a kept connection if there is one; return the ended exchange.
 
-        If the server closes a kept connection without a response, the request is sent once more:
-        it had most probably not come. ``begun`` gets each exchange when it begins.
+        If the server closes a kept connection before it reads the request, this is sent once more.
+        A request that it may have read is not, as its work may have begun. ``begun`` gets each
+        exchange when it begins.
 
         Raises:
             OSError: The server takes no connection.
@@ -292,7 +304,7 @@ class HttpOrigin:
         exchange = await self.begin("POST", target, body, on_body, keep=keep)
         await begun(exchange)
         await exchange.done
-        if exchange.is_unanswered:
+        if exchange.is_unread:
             exchange = await self.begin("POST", target, body, on_body)
             await begun(exchange)
             await exchange.done
@@ -324,8 +336,8 @@ class HttpOrigin:
                     lambda: exchange,
                     self.host,
                     self.port,
-                    ssl=self.tls,
-                    server_hostname=self.server_name if self.tls is not None else None,
+                    ssl=trusted_context() if self.tls else None,
+                    server_hostname=self.server_name if self.tls else None,
                 )
         return exchange
 
@@ -371,16 +383,35 @@ class HttpOrigin:
                     complete = await exchange.done
                 finally:
                     exchange.close()
-        except (ConnectionRefusedError, FileNotFoundError) as error:
-            raise RefusedError(f"nothing listens at {self.name}: {error.strerror}") from None
-        except (OSError, TimeoutError) as error:
-            why = _problem_of(error)
-            raise UnavailableError(f"{self.name} does not respond to {target}: {why}") from None
+        except OSError as error:
+            raise unavailable(f"{self.name} does not respond to {target}", self, error) from None
         return exchange.status, complete, b"".join(parts)
+
+
+def unavailable(what: str, origin: HttpOrigin, error: OSError) -> UnavailableError:
+    """Return the error of a server that cannot be used, from that of a socket."""
+    of_addresses = set(re.findall(r"\[Errno (\d+)\]", f"{error}"))
+    if of_addresses and of_addresses <= _NOTHING_LISTENS:
+        return RefusedError(f"nothing listens at {origin.name}")
+    return UnavailableError(f"{what}: {_problem_of(error)}")
+
+
+def _is_unread(transport: asyncio.Transport) -> bool:
+    """Return whether a server has closed a TCP connection before it read what was sent last."""
+    try:
+        connection = transport.get_extra_info("socket")
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 28)
+    except (OSError, AttributeError):  # a Unix socket, or an operating system without it
+        return False
+    return info[0] == _TCP_CLOSE or int.from_bytes(info[24:28], sys.byteorder) > 0
 
 
 def _problem_of(error: OSError) -> str:
     """Return what has failed, and the fix if it is known."""
+    if isinstance(error, socket.gaierror):
+        return f"its name cannot be looked up: {error.strerror}"
+    if isinstance(error, TimeoutError):
+        return "it takes too long"
     if isinstance(error, ssl.SSLCertVerificationError):
         issuer = "issuer" in error.verify_message or "self-signed" in error.verify_message
         fix = " (SSL_CERT_FILE names a file with its CA)" if issuer else ""
@@ -402,9 +433,3 @@ async def _begin_at_socket(path: str, exchange: HttpExchange) -> None:
         raise
     loop = asyncio.get_running_loop()
     await loop.create_unix_connection(lambda: exchange, sock=connection)
-
-
-@cache
-def trusted_context() -> ssl.SSLContext:
-    """Return the context of this host's CAs, and of those in ``SSL_CERT_FILE``."""
-    return ssl.create_default_context()

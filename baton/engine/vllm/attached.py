@@ -4,6 +4,7 @@ Nothing here changes the server, but for LoRA adapters, and its cache when a ten
 """
 
 import asyncio
+import logging
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from baton.types.errors import BatonError, InvalidRequestError, UnavailableError
 from baton.types.events import StepDone
 from baton.types.geometry import BLOCK_TOKENS
 
+_LOG = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 _CHECK_S = 30.0  # for one token, the queue of a busy server included
 _CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
@@ -43,7 +45,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _STARTED = re.compile(r"^process_start_time_seconds (\S+)", re.MULTILINE)
 _CHECKED_TOKENS = 4
 _EVENTS_PORT = 5557  # of rank 0, if `--kv-events-config` has no other
-_GREETING_S = 0.5
+_CONNECT_S = 0.5
 _REFUSED = (401, 403)
 _OF_A_CLIENT = (400, 408, 413, 422)
 _LORA = "/v1/load_lora_adapter"
@@ -131,9 +133,11 @@ async def read_facts(origin: HttpOrigin, names: Sequence[str]) -> ServerFacts:
 
 def _served(origin: HttpOrigin, cards: Sequence[ModelCard], names: Sequence[str]) -> ModelCard:
     wanted = set(map(last_part, names))
-    for card in cards:
-        if wanted & {last_part(card.id), last_part(card.root or card.id)}:
-            return card
+    fitting = [
+        card for card in cards if wanted & {last_part(card.id), last_part(card.root or card.id)}
+    ]
+    if fitting:  # in any order, one and the same
+        return min(fitting, key=lambda card: card.id)
     shown = ", ".join(card.id for card in cards)
     raise UnfitServerError(
         f"{origin.name} serves {shown}, and this fleet serves {names[0]}: remove the server, or "
@@ -187,7 +191,8 @@ async def examine(
             f"{origin.name} loads no LoRA adapters: start its `vllm serve` with `--enable-lora` "
             "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set `adapters: {max_loaded: 0}`"
         )
-    await _check_token(origin, facts, hands_over=bool(hand_off))
+    salt = os.urandom(16).hex()
+    await _check_token(origin, facts, salt, _CHECKED_TOKENS, hands_over=bool(hand_off))
     return facts
 
 
@@ -199,12 +204,14 @@ async def _serves(origin: HttpOrigin, target: str) -> bool:
     return status != 404
 
 
-async def _check_token(origin: HttpOrigin, facts: ServerFacts, *, hands_over: bool) -> None:
-    """Let the server compute a token, and check what it reports."""
+async def _check_token(
+    origin: HttpOrigin, facts: ServerFacts, salt: str, tokens: int, *, hands_over: bool = False
+) -> None:
+    """Let the server compute a token behind some others, and check what it reports."""
     body = {
-        "token_ids": list(range(_CHECKED_TOKENS)),
+        "token_ids": [number % _CHECKED_TOKENS for number in range(tokens)],
         "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
-        "cache_salt": os.urandom(16).hex(),
+        "cache_salt": salt,
         "model": facts.model,
         **({"kv_transfer_params": {"do_remote_decode": True}} if hands_over else {}),
     }
@@ -224,27 +231,23 @@ async def _check_token(origin: HttpOrigin, facts: ServerFacts, *, hands_over: bo
         )
 
 
-async def default_events(host: str, facts: ServerFacts) -> tuple[tuple[str, str], ...]:
+async def _default_events(host: str, facts: ServerFacts) -> tuple[tuple[str, str], ...]:
     """Return the endpoints of KV events at vLLM's default ports, if all ranks have theirs."""
     shown = f"[{host}]" if ":" in host else host
     ports = range(_EVENTS_PORT, _EVENTS_PORT + facts.ranks)
-    if not all(await asyncio.gather(*(_publishes(host, port) for port in ports))):
+    if not all(await asyncio.gather(*(_listens(host, port) for port in ports))):
         return ()
     return tuple((f"tcp://{shown}:{port}", "") for port in ports)
 
 
-async def _publishes(host: str, port: int) -> bool:
-    """Return whether a port has ZeroMQ's greeting."""
+async def _listens(host: str, port: int) -> bool:
     try:
-        async with asyncio.timeout(_GREETING_S):
-            reader, writer = await asyncio.open_connection(host, port)
-            try:
-                greeting = await reader.readexactly(10)
-            finally:
-                writer.close()
-    except (OSError, asyncio.IncompleteReadError):
+        async with asyncio.timeout(_CONNECT_S):
+            _, found = await asyncio.open_connection(host, port)
+    except OSError:
         return False
-    return greeting[0] == 0xFF and greeting[-1] == 0x7F
+    found.close()
+    return True
 
 
 def numerics_of(facts: ServerFacts, hand_off: str) -> VllmFacts:
@@ -336,9 +339,28 @@ class VllmServers:
         """Return a step at the speed of the prompts that a vLLM has computed; None: unknown."""
         return past_step(await read_metrics(origin))
 
-    async def default_events(self, host: str, facts: ServerFacts) -> Endpoints:
-        """Return the endpoints of KV events at vLLM's default ports, if all ranks have theirs."""
-        return await default_events(host, facts)
+    async def events(
+        self, origin: HttpOrigin, facts: ServerFacts, named: Endpoints | None
+    ) -> Endpoints:
+        """Return the endpoints at which its KV events arrive; None: those of vLLM's default.
+
+        An endpoint may be silent, or another server's: then prefixes are better approximate.
+        """
+        found = await _default_events(origin.host, facts) if named is None else named
+        if not found or not facts.blocks:
+            return ()
+        try:
+            from baton.engine.vllm.events_client import arrive
+        except ImportError as error:
+            if named is None:
+                return ()
+            raise UnfitServerError(f"{origin.name}: events: {error}") from None
+        streams = [stream for stream, _ in found]
+        tokens = 2 * facts.block_tokens + 1
+        if await arrive(streams, lambda salt: _check_token(origin, facts, salt, tokens)):
+            return found
+        _LOG.warning("no KV events of %s arrive from %s", origin.name, ", ".join(streams))
+        return ()
 
     def describe(self, facts: ServerFacts) -> EngineDescription:
         """Return the properties with which its worker is registered."""

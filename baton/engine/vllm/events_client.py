@@ -1,7 +1,9 @@
 """Connections to vLLM's sockets with KV events: the stream, and the replay of missing batches."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -19,6 +21,10 @@ except ImportError:
 
 _REPLAY_S = 30.0  # between two messages of a replay
 _RETRY_S = 1.0
+_ARRIVE_S = 1.0
+_ARRIVE_TRIES = 3
+_PARTS = 3  # topic, number, batch
+_UNREADABLE = (msgspec.DecodeError, ArithmeticError, LookupError, ValueError)
 
 
 class KvEventsClient:
@@ -109,10 +115,41 @@ class KvEventsClient:
         for payload in payloads:
             try:
                 change = self.cached.apply(payload)
-            except (msgspec.DecodeError, ArithmeticError, LookupError, ValueError) as error:
+            except _UNREADABLE as error:
                 raise InternalError(f"vLLM sent KV events of an unknown format: {error}") from None
             if change != CacheChanged((), ()):
                 self.on_change(change)
+
+
+async def arrive(streams: Sequence[str], compute: Callable[[str], Awaitable[object]]) -> bool:
+    """Return whether readable events arrive of prompts that ``compute`` sends with a cache salt."""
+    context = zmq.asyncio.Context()
+    context.setsockopt(zmq.IPV6, any("[" in stream for stream in streams))
+    try:
+        events = context.socket(zmq.SUB)
+        events.subscribe(b"")
+        for stream in streams:
+            events.connect(stream)
+        for _ in range(_ARRIVE_TRIES):  # the first may come before the subscription
+            salt = os.urandom(16).hex()
+            await compute(salt)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ARRIVE_S):
+                    while not _names(await events.recv_multipart(), salt.encode()):
+                        pass
+                    return True
+    finally:
+        context.destroy(linger=0)
+    return False
+
+
+def _names(parts: list[bytes], salt: bytes) -> bool:
+    """Return whether events can be read, and name a salt."""
+    try:
+        CachedBlocks().apply(parts[-1])
+    except _UNREADABLE:
+        return False
+    return len(parts) == _PARTS and salt in parts[-1]
 
 
 class EventPrefixes(CachedPrefixes):

@@ -3,7 +3,7 @@
 import asyncio
 
 from baton.config.fleet_file import FleetConfig
-from baton.engine.remote.attached import Endpoints, ServerKind
+from baton.engine.remote.attached import ServerKind
 from baton.engine.remote.http import HttpOrigin
 from baton.model.model_config import ModelError
 from baton.types.errors import BatonError
@@ -36,12 +36,10 @@ async def _checked(kind: ServerKind, entry: ServerEntry) -> Finding:
     origin = HttpOrigin.of_url(entry.url, entry.key, entry.address)
     try:
         facts = await kind.examine(origin)
+        events = await kind.events(origin, facts, entry.events)
     except BatonError as error:
         return Finding(entry.label, False, error.message)
-    events: Endpoints = entry.events or ()
-    if entry.events is None:
-        events = await kind.default_events(entry.host, facts)
-    prefixes = "exact, by KV events" if events else "approximate, without KV events"
+    prefixes = "exact, by KV events" if events else "approximate, as no KV events arrive"
     text = (
         f"{facts.engine}, {facts.model}, {facts.max_context_tokens} tokens of context, "
         f"{facts.blocks} blocks of {facts.block_tokens}; cached prefixes are {prefixes}"

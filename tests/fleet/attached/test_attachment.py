@@ -30,10 +30,33 @@ class Noting:
         raise UnfitServerError("it was only looked at")
 
 
+class Raising(Noting):
+    """Kind whose servers raise what nobody has thought of, with characters of a terminal."""
+
+    async def examine(self, origin: HttpOrigin) -> ServerFacts:
+        raise ImportError("no \x1b[2Jmodule\nat all")
+
+
+async def test_an_unexpected_error_is_shown_and_does_not_end_the_attachment() -> None:
+    """A missing package left the server as `starting` for ever."""
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    changed = asyncio.Event()
+    port = server.sockets[0].getsockname()[1]
+    one = attachment_of(f"http://127.0.0.1:{port}", Raising(), changed)
+    running = asyncio.create_task(one.run())
+    async with asyncio.timeout(10):
+        await changed.wait()
+        assert (one.phase, one.reason) == ("unfit", "ImportError: no  [2Jmodule at all")
+        assert not running.done()
+        one.leave()
+        await running
+    server.close()
+
+
 def attachment_of(url: str, kind: Any, changed: asyncio.Event) -> Attachment:
     (server,) = servers_of([url]).known
 
-    def settings(life: int) -> Any:
+    def settings() -> Any:
         raise AssertionError("there is no worker")
 
     return Attachment(entry_of(server), kind, settings, True, changed.set)
@@ -66,7 +89,7 @@ async def test_a_server_that_takes_no_connection_is_absent_with_the_reason() -> 
         one.leave()
         await running
     assert shown[0] == "absent"
-    assert "no connection to http://no-such-host.invalid:8000: gaierror" in shown[1]
+    assert "http://no-such-host.invalid:8000: its name cannot be looked up" in shown[1]
     assert kind.seen.empty()
 
 
@@ -81,7 +104,8 @@ async def test_a_list_without_servers_is_shown_while_the_fleet_starts(
     config = load_config(file)
     assert config.pools.servers is not None
     source = ServerSource(config.pools.servers)
-    spec = ControllerSpec(config_json="", redis_url="", fleet_token="", host="", log_dir="")
+    url = "redis://127.0.0.1:1"
+    spec = ControllerSpec(config_json="", redis_url=url, fleet_token="", host="", log_dir="")
     kind: Any = Noting()
     settings = AttachedSettings(spec=spec)
     lane = LaneServers(config, kind, source, settings, BackgroundTasks("test"))

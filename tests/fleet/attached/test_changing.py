@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -72,13 +73,31 @@ def test_servers_come_and_go_with_their_file(thread: ServerThread, tmp_path: Pat
         left.bodies.clear()
         assert fleet.complete(4) == expected(4)
         assert left.bodies == []
+        gone = fleet.workers()[left.url.removeprefix("http://")]
+        assert gone["reason"] == "it has left the list of servers"
 
         write(file, stays, drain=True)
-        wait_for(lambda: not fleet.ready(), 10)
+        name = stays.url.removeprefix("http://")
+        wait_for(lambda: fleet.workers()[name]["state"] == "parked", 10)
+        assert "`drain: true`" in fleet.workers()[name]["reason"]
         write(file, stays, label="rack-1")
         wait_for(lambda: fleet.ready() == {"rack-1"}, 10)
         shown = baton(fleet, "status")
         assert "rack-1" in shown.stdout
+
+        life = fleet.workers()["rack-1"]["incarnation"]
+        response = Background(lambda: fleet.complete(400))
+        key = tmp_path / "key"
+        for text in ("first", "second"):
+            key.write_text(text)
+            write(file, stays, label="rack-1", key_file=str(key))
+            time.sleep(3)  # it is read within 2 s
+            stays.emulation.key = text
+            assert fleet.complete(4) == expected(4)
+            stays.emulation.key = ""  # it takes both for a while
+        assert response.result() == expected(400)
+        assert fleet.workers()["rack-1"]["incarnation"] == life
+
         refused = baton(fleet, "drain", "worker-0")
         assert refused.returncode == 1
         assert "`drain: true`" in refused.stderr
@@ -152,9 +171,19 @@ def test_the_process_of_the_servers_is_one_and_comes_back(
 
 @pytest.mark.costly
 def test_a_running_fleet_takes_a_changed_list(listed: Listed) -> None:
-    fleet, _, thread = listed
+    fleet, servers, thread = listed
     file = fleet.folder / "fleet.yaml"
     config = json.loads(file.read_text())
+    labelled = {f"rack-{number}": one.url for number, one in enumerate(servers)}
+    given = [{"url": url, "label": label} for label, url in labelled.items()]
+    config["pools"]["vllm"]["servers"] = given
+    file.write_text(json.dumps(config))
+    reconciling = Background(lambda: baton(fleet, "up", str(file), "--reconcile"))
+    while fleet.ready() != labelled.keys():  # never all at once
+        assert fleet.complete(4) == expected(4)
+        assert time.monotonic() - reconciling.began_s < 60
+    assert reconciling.result().returncode == 0
+
     another, absent = (thread.start(replace(LIKE)) for _ in range(2))
     absent.stop()
     config["pools"]["vllm"]["servers"] = [another.url, absent.url]
@@ -163,6 +192,15 @@ def test_a_running_fleet_takes_a_changed_list(listed: Listed) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     fleet.wait_for_servers(another)
     assert fleet.complete(4) == expected(4)
+    lost = fleet.workers()[absent.url.removeprefix("http://")]
+    why = f"nothing listens at {absent.url}"
+    assert (lost["state"], lost["pid"], lost["reason"]) == ("dead", 0, why)
+    shown = baton(fleet, "status")
+    assert shown.returncode == 1
+    assert absent.url.removeprefix("http://") in shown.stdout.split("hand-offs")[0]
+    assert f"{lost['id']}: {why}" in shown.stdout
+    line = re.compile(rf"{lost['id']} absent.* \({why}\)")
+    wait_for(lambda: line.search(fleet.served.output.read_text()) is not None, 10)
 
 
 def test_a_fleet_of_unfit_servers_does_not_start(thread: ServerThread, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Properties of a vLLM that are read before its first request, and the errors about them."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 from baton.engine.process.step_rates import StepRates
 from baton.engine.remote.attached import UnfitServerError
 from baton.engine.remote.http import HttpOrigin
-from baton.engine.vllm.attached import VllmServers, examine
+from baton.engine.vllm.attached import ModelCard, VllmServers, _served, examine
 from baton.engine.vllm.metrics_page import past_step, server_load
 from baton.types.errors import UnavailableError
 from benchmarks.emulated_vllm import GENERATE, EmulatedServer, Emulation
@@ -31,6 +32,14 @@ async def test_the_properties_are_read() -> None:
     assert (facts.engine, facts.model, facts.root) == ("vllm/0.32.0", "org/smol", "/models/smol")
     assert (facts.block_tokens, facts.blocks, facts.ranks) == (32, 2048, 2)
     assert facts.max_context_tokens == 8192
+
+
+def test_a_server_with_several_names_has_one_of_them_in_any_order() -> None:
+    """Another order looked like another server in its place."""
+    cards = [ModelCard(name, "/models/smol") for name in ("org/smol", "smol", "alias")]
+    origin = HttpOrigin.of_url("http://gpu-1:8000")
+    found = {_served(origin, order, ["smol"]).id for order in itertools.permutations(cards)}
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,36 @@ async def test_a_list_has_urls_or_mappings(tmp_path: Path) -> None:
     assert (second.key, second.label) == ("secret", "rack-2")
 
 
+async def test_servers_behind_one_gateway_have_their_paths_in_their_labels(tmp_path: Path) -> None:
+    file = tmp_path / "servers.yaml"
+    file.write_text("""
+        servers:
+          - &first {url: "https://gw/vllm-1", role: prefill}
+          - {<<: *first, url: "https://gw/vllm-2/v1/"}
+    """)
+    found = await entries({"file": str(file)})
+    assert [(one.label, one.role) for one in found] == [
+        ("gw/vllm-1", "prefill"),
+        ("gw/vllm-2", "prefill"),
+    ]
+
+
+@pytest.mark.parametrize("url", ["http://me:hidden@gpu-1:8000", "http://gpu-1:8000/?key=hidden"])
+def test_a_secret_in_a_url_is_refused_and_not_shown(tmp_path: Path, url: str) -> None:
+    file = tmp_path / "servers.yaml"
+    for servers in (f"[{url!r}]", f"[{{url: {url!r}}}]"):
+        file.write_text(f"servers: {servers}\n")
+        with pytest.raises(ValueError, match="url") as refused:
+            read_servers(str(file))
+        assert "hidden" not in str(refused.value)
+        file.write_text(
+            f"model: /m\nnumerics: fast\npools: {{engine: vllm, vllm: {{servers: {servers}}}}}"
+        )
+        with pytest.raises(ConfigError) as refused_file:
+            load_config(file)
+        assert "hidden" not in str(refused_file.value)
+
+
 async def test_a_name_stands_for_all_its_addresses() -> None:
     found = await entries({"dns": {"url": "http://localhost:8000", "events": ["tcp://*:5557"]}})
     by_address = {entry.address: entry for entry in found}
@@ -73,6 +103,9 @@ async def test_a_changed_file_is_read_again_and_a_wrong_one_is_not_used(tmp_path
         (["fd00::2"], ["fd00::3"], ["fd00::3"]),
         (["10.0.0.2"], [], ["10.0.0.2"]),  # the name server restarts
         (["10.0.0.2"], ["fd00::2"], ["10.0.0.2"]),  # only one of both lookups has failed
+        (["fd00::2"], ["10.0.0.2"], ["fd00::2"]),
+        (["fd00::2"], ["10.0.0.2", "fd00::2"], ["fd00::2"]),  # no server leaves
+        ([], ["fd00::2"], ["fd00::2"]),
     ],
 )
 def test_addresses_are_those_of_a_lookup_that_is_whole(
@@ -83,8 +116,7 @@ def test_addresses_are_those_of_a_lookup_that_is_whole(
     for _ in range(15):
         assert known.take(found) == present
     for _ in range(2):  # it lasts
-        last = known.take(found)
-    assert last == (present if set(present) & set(found) else found)
+        assert known.take(found) == (present if set(present) & set(found) else found)
 
 
 async def test_a_key_that_is_missing_concerns_one_server_and_a_lost_one_stays(
@@ -102,9 +134,11 @@ async def test_a_key_that_is_missing_concerns_one_server_and_a_lost_one_stays(
     source = ServerSource(servers_of(listed))
     first, second, third, fourth = await source.read()
     assert (first.problem, second.problem, second.key) == ("", "", "secret")
-    assert "must be one line" in third.problem and not third.key
+    assert "must be one line of ASCII" in third.problem and not third.key
     assert "cannot be read from" in fourth.problem
     good.write_text("")  # on the way to another one
+    assert (await source.read())[1] == second
+    good.write_text("schlüssel")
     assert (await source.read())[1] == second
     good.unlink()
     assert (await source.read())[1] == second
@@ -119,6 +153,12 @@ async def test_a_key_that_is_missing_concerns_one_server_and_a_lost_one_stays(
         (f"servers: [{URL}, {URL}]\n", "contains http://gpu-1:8000 twice"),
         (f"servers: [{URL}, {URL}/v1/]\n", "contains http://gpu-1:8000 twice"),
         ("servers: [http://v1, http://v1/v1]\n", "contains http://v1 twice"),
+        (
+            "servers: [http://GPU-1.:80, http://gpu-1]\n",
+            "yaml: contains http://gpu-1 twice",
+        ),
+        ("servers: [https://gpu-1, https://gpu-1:443]\n", "contains https://gpu-1:443 twice"),
+        ("servers: [&one http://gpu-1, *one]\n", "contains http://gpu-1 twice"),
         ("hosts: []\n", "only the key `servers`"),
         ("servers: [\n", "not valid YAML"),
     ],
