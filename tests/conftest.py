@@ -80,7 +80,8 @@ def _turn_of(file: str) -> tuple[bool, bytes]:
     return not file.startswith(TOGETHER), hashlib.blake2b(file.encode(), digest_size=8).digest()
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     """Exclude modules and tests from garbage collections, which then take less time."""
     gc.freeze()
     gc.enable()

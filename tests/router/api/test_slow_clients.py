@@ -127,7 +127,6 @@ async def test_a_client_that_does_not_read_its_stream_is_dropped_and_the_request
     )
 
 
-@pytest.mark.costly
 async def test_a_stream_waits_for_a_client_that_is_behind_and_goes_on(serve, model):
     """What came while it did not read stands in one piece; not a token is missing."""
     router = await serve(Script(step_s=0), write_timeout_s=120)  # more than both waits
