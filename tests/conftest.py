@@ -19,14 +19,19 @@ import ray  # noqa: F401 - see above
 del os.environ["RAY_AUTH_MODE"]
 
 import httpx._transports.default as httpx_default
+import httpx2._transports.default as httpx2_default
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 import tests.soak  # noqa: F401 - selects hypothesis' profile
 
+# Modules and collected tests stay: a search for garbage among them takes a fifth of the collection.
+gc.disable()
+
 TOGETHER = ("tests/e2e/", "tests/hosts/")
 # A context reads all certificates of the system, which takes 25 ms; tests open hundreds of clients.
-httpx_default.create_ssl_context = functools.cache(httpx_default.create_ssl_context)
+for transport in (httpx_default, httpx2_default):
+    transport.create_ssl_context = functools.cache(transport.create_ssl_context)
 
 COSTLY_CPU_S = 3.0
 """Most CPU seconds of a quick test on an EPYC, unless it is marked."""
@@ -75,10 +80,11 @@ def _turn_of(file: str) -> tuple[bool, bytes]:
     return not file.startswith(TOGETHER), hashlib.blake2b(file.encode(), digest_size=8).digest()
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     """Exclude modules and tests from garbage collections, which then take less time."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.engine.loading.open import load_weights, open_weights
 from baton.engine.models import llama
@@ -66,6 +62,10 @@ def assert_restored(folder: Path, expected: Tensors, dtype: str = "fp32") -> Non
 
 
 def compressed(form: str, **args: Any) -> tuple[dict[str, Any], Quantiser]:
+    # Each process of a test run would take a CPU second for these imports.
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
     weights = QuantizationArgs(**args)
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, format=form)
     compressor = BaseCompressor.get_value_from_registry(form)
@@ -134,6 +134,8 @@ def test_compressed_tensors_are_restored_as_by_their_package(tmp_path: Path, cas
 
 @pytest.mark.parametrize("block", [[GROUP, GROUP], None], ids=["blocks", "tensor"])
 def test_fp8_is_restored_as_by_transformers(tmp_path: Path, block: list[int] | None) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
     def quantise(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         rows, columns = weight.shape
         height, width = block or (rows, columns)
@@ -246,6 +248,8 @@ def test_gptq_is_restored_in_the_order_of_activations(
 
 
 def test_experts_in_mxfp4_are_restored_as_by_transformers(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     model = tiny.build("gpt_oss")
     tiny.save(model, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
