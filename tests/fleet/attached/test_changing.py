@@ -73,8 +73,9 @@ def test_servers_come_and_go_with_their_file(thread: ServerThread, tmp_path: Pat
         left.bodies.clear()
         assert fleet.complete(4) == expected(4)
         assert left.bodies == []
-        gone = fleet.workers()[left.url.removeprefix("http://")]
-        assert gone["reason"] == "it has left the list of servers"
+        name = left.url.removeprefix("http://")
+        why = "it has left the list of servers"
+        wait_for(lambda: fleet.workers()[name]["reason"] == why, 10)
 
         write(file, stays, drain=True)
         name = stays.url.removeprefix("http://")
@@ -192,12 +193,14 @@ def test_a_running_fleet_takes_a_changed_list(listed: Listed) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     fleet.wait_for_servers(another)
     assert fleet.complete(4) == expected(4)
-    lost = fleet.workers()[absent.url.removeprefix("http://")]
+    name = absent.url.removeprefix("http://")
+    wait_for(lambda: fleet.workers().get(name, {}).get("state") == "dead", 10)
+    lost = fleet.workers()[name]
     why = f"nothing listens at {absent.url}"
     assert (lost["state"], lost["pid"], lost["reason"]) == ("dead", 0, why)
     shown = baton(fleet, "status")
     assert shown.returncode == 1
-    assert absent.url.removeprefix("http://") in shown.stdout.split("hand-offs")[0]
+    assert name in shown.stdout.split("hand-offs")[0]
     assert f"{lost['id']}: {why}" in shown.stdout
     line = re.compile(rf"{lost['id']} absent.* \({why}\)")
     wait_for(lambda: line.search(fleet.served.output.read_text()) is not None, 10)
