@@ -71,6 +71,63 @@ inline void blend(float* sums, int row_stride, const float* fix, const uint16_t 
     for (int c = 0; c < C; ++c) _mm512_store_ps(sums + r * row_stride + 16 * c, acc[r][c]);
 }
 
+// Few rows use an operand once, so storing it would cost more than its products: these two read bf16
+// where it lies. `next` is the same place of the next step.
+// Scores of R rows against one block.
+template <int R, int V>
+inline void scores_in_place(const Row* rows, const uint8_t* keys, const uint8_t* next,
+                            long token_bytes, __m512 (*found)[kStepBlocks], int block) {
+  __m512 sums[R];
+  for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();
+  const FlushDenormals flush;
+  for (int d = 0; d < V * 16; d += 32) {
+    __m512i k[kBlock];
+    for (int t = 0; t < kBlock; ++t) _mm_prefetch(next + t * token_bytes + 2 * d, kNear);
+    pack_keys<kBf16>(keys, token_bytes, kBlock, d, V * 16, k);
+#pragma GCC unroll 16
+    for (int pair = 0; pair < 16; ++pair)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+        sums[r] = dot_pairs(sums[r], k[pair], two(rows[r].q + d + 2 * pair));
+  }
+  for (int r = 0; r < R; ++r) found[r][block] = sums[r];
+}
+
+// As `blend`, with a whole step's V from byte `at` of each token.
+template <int R, int C>
+inline void blend_in_place(float* sums, int row_stride, const float* fix,
+                           const uint16_t (*weights)[kStep], const Vectors* blocks,
+                           const Vectors* next, long at, long token_bytes) {
+  __m512 acc[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c)
+      acc[r][c] =
+          _mm512_mul_ps(_mm512_load_ps(sums + r * row_stride + 16 * c), _mm512_set1_ps(fix[r]));
+  const FlushDenormals flush;
+  for (int token = 0; token < kStep; token += 2) {
+    const long offset = token % kBlock * token_bytes + at;
+    const uint8_t* v = blocks[token / kBlock].values + offset;
+    const uint8_t* ahead = next[token / kBlock].values + offset;
+#pragma GCC unroll 2
+    for (int c = 0; c < C; c += 2) {
+      _mm_prefetch(ahead + 32 * c, kNear);
+      _mm_prefetch(ahead + token_bytes + 32 * c, kNear);
+      const __m512i first = _mm512_loadu_si512(v + 32 * c);
+      const __m512i second = _mm512_loadu_si512(v + token_bytes + 32 * c);
+      const __m512i low = _mm512_unpacklo_epi16(first, second);
+      const __m512i high = _mm512_unpackhi_epi16(first, second);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const __m512i w = two(weights[r] + token);
+        acc[r][c] = dot_pairs(acc[r][c], low, w);
+        acc[r][c + 1] = dot_pairs(acc[r][c + 1], high, w);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) _mm512_store_ps(sums + r * row_stride + 16 * c, acc[r][c]);
+}
+
 // See `attend`.
 template <int V>
 class PairSums {
@@ -93,8 +150,34 @@ class PairSums {
     });
   }
 
+  static constexpr int kInPlace = kTogether;  // so many rows read K and V where they lie
+
+  void take_in_place(Row* rows, int total, float* sums, const Vectors* blocks, const Vectors* next,
+                     long token_bytes, int begin) const {
+    switch (total) {
+      case 1: advance_in_place<1>(rows, sums, blocks, next, token_bytes, begin); break;
+      case 2: advance_in_place<2>(rows, sums, blocks, next, token_bytes, begin); break;
+      case 3: advance_in_place<3>(rows, sums, blocks, next, token_bytes, begin); break;
+      default: advance_in_place<4>(rows, sums, blocks, next, token_bytes, begin);
+    }
+  }
+
  private:
   static constexpr int kDim = V * 16, kChunk = V < 4 ? V : V % 4 ? 2 : 4;
+
+  template <int R>
+  void advance_in_place(Row* rows, float* sums, const Vectors* blocks, const Vectors* next,
+                        long token_bytes, int begin) const {
+    __m512 found[R][kStepBlocks];
+    for (int b = 0; b < kStepBlocks; ++b)
+      scores_in_place<R, V>(rows, blocks[b].keys, next[b].keys, token_bytes, found, b);
+    alignas(64) uint16_t weights[R][kStep];
+    float fix[R];
+    weigh<R>(rows, found, kStepBlocks, begin, scale_, weights, fix);
+    for (int v = 0; v < V; v += kChunk)
+      blend_in_place<R, kChunk>(sums + 16 * v, kDim, fix, weights, blocks, next, 32 * v,
+                                token_bytes);
+  }
 
   template <int R>
   void advance(Row* rows, float* sums, const __m512i* keys, const __m512i* values, int begin,

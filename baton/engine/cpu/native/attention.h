@@ -147,6 +147,18 @@ void attend(const Call& c, const Span& span, int kv_head, int first, int count) 
   const Sums by(rows, total, c.scale);
   const int last = rows[total - 1].position;
   for (int begin = rows[0].first / kStep * kStep; begin <= last; begin += kStep) {
+    if constexpr (Sums::kInPlace > 0) {
+      if (total <= Sums::kInPlace && pages.format == kBf16 && begin + kStep <= last + 1) {
+        Vectors here[kStepBlocks], next[kStepBlocks];
+        for (int b = 0; b < kStepBlocks; ++b) {
+          const int at = begin + b * kBlock;
+          here[b] = pages.vectors(span, at, kv_head);
+          next[b] = pages.vectors(span, std::min(at + kStep, last), kv_head);
+        }
+        by.take_in_place(rows, total, sums, here, next, pages.token_bytes, begin);
+        continue;
+      }
+    }
     for (int b = 0; b < kStepBlocks; ++b) {
       const int at = begin + b * kBlock, valid = std::min(kBlock, last - at + 1);
       if (valid <= 0) {  // this block is used only with weights of zero

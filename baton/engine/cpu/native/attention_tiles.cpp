@@ -120,6 +120,7 @@ class FmaSums {
         _mm512_store_ps(queries_ + i * kDim + d, load_bf16(rows[i].q + d));
   }
 
+  static constexpr int kInPlace = 0;
   static __m512 whole(__m512 sum) { return unsigned_zero(sum); }
 
   void take_in(Row* rows, int total, float* sums, const __m512i* keys, const __m512i* values,
@@ -172,6 +173,7 @@ class TileSums {
         std::memset(queries_ + i * kDim, 0, 2 * kDim);
   }
 
+  static constexpr int kInPlace = 0;
   static __m512 whole(__m512 sum) { return unsigned_zero(sum); }
 
   // The scores of a group are started before the softmax of the group before it, so that tiles and
