@@ -33,6 +33,7 @@ from fleet.worker.worker import DRAIN_S, Worker
 _LOG = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+_REASON_CHARACTERS = 400
 _UNFIT_RETRY_S = 3.0
 _LOST_DRAIN_S = 1.0  # for routers to take the requests of a server that is gone
 
@@ -83,7 +84,8 @@ class Attachment:
         if msgspec.structs.replace(self.entry, key=entry.key, problem=entry.problem) != entry:
             return False
         self.entry = entry
-        self._origin.key = entry.key
+        if not entry.problem:
+            self._origin.key = entry.key
         return True
 
     def leave(self, *, at_once: bool = False) -> None:
@@ -99,9 +101,9 @@ class Attachment:
         """Keep a worker for the server while it is healthy, until it leaves."""
         while not self._left.done():
             try:
-                facts = await self._examine()
-                if facts is not None:
-                    await self._serve(facts)
+                found = await self._examine()
+                if found is not None:
+                    await self._serve(*found)
             except UnfitServerError as error:
                 self._show("unfit", error.message)
                 await self._pause(_UNFIT_RETRY_S)
@@ -114,8 +116,8 @@ class Attachment:
                 await self._pause(_UNFIT_RETRY_S)
         self._show("left", "")
 
-    async def _examine(self) -> ServerFacts | None:
-        """Return the properties of the server; None if it leaves meanwhile."""
+    async def _examine(self) -> tuple[ServerFacts, Endpoints, StepDone | None] | None:
+        """Return properties, KV events and a past step of the server; None if it leaves."""
         if self.entry.problem:
             raise UnfitServerError(self.entry.problem)
         if self.entry.role == "prefill" and not self._kind.hand_off:
@@ -123,7 +125,11 @@ class Attachment:
         try:
             async with asyncio.timeout(None) as self._examining:
                 await self._find()
-                return await self._kind.examine(self._origin)
+                facts = await self._kind.examine(self._origin)
+                events: Endpoints = ()
+                if self.entry.events is not None or self._alone_on_host:
+                    events = await self._kind.events(self._origin, facts, self.entry.events)
+                return facts, events, await self._kind.past_step(self._origin)
         except TimeoutError:
             return None
         finally:
@@ -145,12 +151,9 @@ class Attachment:
         if address != self.entry.host:
             self._origin = HttpOrigin.of_url(self.entry.url, self.entry.key, address)
 
-    async def _serve(self, facts: ServerFacts) -> None:
+    async def _serve(self, facts: ServerFacts, events: Endpoints, past: StepDone | None) -> None:
         """Run one life of the worker."""
-        events: Endpoints = ()
-        if self.entry.events is not None or self._alone_on_host:
-            events = await self._kind.events(self._origin, facts, self.entry.events)
-        past = await self._kind.past_step(self._origin)
+        self._show("starting", "")
         settings = msgspec.structs.replace(
             self._settings(),
             server=join_address(self._origin.host, self._origin.port),
@@ -222,7 +225,8 @@ class Attachment:
         await asyncio.wait((self._left,), timeout=seconds)
 
     def _show(self, phase: str, reason: str) -> None:
-        reason = "".join(one if one.isprintable() else " " for one in reason)  # from a server
+        short = reason[:_REASON_CHARACTERS]  # as it may have a server's text
+        reason = "".join(one if one.isprintable() else " " for one in short)
         if (phase, reason) != (self.phase, self.reason):
             self.phase = phase
             self.reason = reason

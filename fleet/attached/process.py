@@ -27,6 +27,7 @@ from baton.registry.admin_commands import AdminCommands, CommandReply
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import Intent, WorkerRecord, WorkerState, worker_name
 from baton.telemetry.logs import set_up_logs
+from baton.telemetry.process_memory import WORKER_OBJECTS, collect_rarely
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.lanes import worker_prefix
 from baton.wire.process_end import exit_process
@@ -43,8 +44,8 @@ _LINE_BYTES = 16 << 20
 _COMMANDS_S = 0.5
 _RECORDS_S = 20.0  # between two writes of unchanged records, which expire
 _TOGETHER_S = 0.25  # in which changes are written together
+_AGAIN_S = 1.0  # after a write that failed
 _SHARE_CHANGING = 4  # of the servers, one at least, may begin anew at once
-_CHANGING = ("starting", "draining", "left")
 _STATES: dict[str, WorkerState] = {"starting": "starting", "ready": "ready", "draining": "draining"}
 _REASONS: dict[Intent, str] = {
     "serve": "",
@@ -88,8 +89,10 @@ class LaneServers:
         self._tasks = tasks
         self._numbers: dict[str, int] = {}  # by the server's name; kept when it leaves
         self._lives: Counter[str] = Counter()  # of its workers, likewise
+        self._past_epoch = settings.number * _LIVES
         self._listed: dict[str, ServerEntry] = {}
         self._attachments: dict[str, Attachment] = {}
+        self._begin_anew: set[str] = set()  # changed ones, until they are ready
         self._registry = Registry(settings.spec.redis_url, config.fleet)
         self._changed = asyncio.Event()
         self._reported: list[tuple[str, WorkerRecord]] = []
@@ -104,6 +107,9 @@ class LaneServers:
 
     async def follow(self) -> None:
         """Read the source for ever, and attach and drain servers as it changes."""
+        with contextlib.suppress(RegistryUnavailableError):  # of a process that was killed
+            records = [one for each in await self._registry.records() for one in each.values()]
+            self._past_epoch = max((self._past_epoch, *(one.epoch for one in records)))
         while True:
             before = self.problem
             try:
@@ -132,20 +138,23 @@ class LaneServers:
         """Write the state of all servers to the registry when it changes."""
         while True:
             self._changed.clear()
-            await self._write([record for _, record in self._shown()])
+            is_written = await self._write([record for _, record in self._shown()])
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_RECORDS_S):
+                async with asyncio.timeout(_RECORDS_S if is_written else _AGAIN_S):
                     await self._changed.wait()
             await asyncio.sleep(_TOGETHER_S)
 
-    async def _write(self, records: Sequence[WorkerRecord]) -> None:
-        """Write these records, and for a while those of the servers that have left."""
+    async def _write(self, records: Sequence[WorkerRecord]) -> bool:
+        """Write these records, and for a while those of servers that have left; False: failed."""
         names = {record.worker_id for record in records}
         left = [record for name, record in self._written.items() if name not in names]
-        self._written = {record.worker_id: record for record in records}
         gone = [msgspec.structs.replace(one, state="dead", intent="leave") for one in left]
-        with contextlib.suppress(RegistryUnavailableError):
+        try:
             await self._registry.write_slots([*records, *gone])
+        except RegistryUnavailableError:
+            return False
+        self._written = {record.worker_id: record for record in records}
+        return True
 
     async def leave(self, *, at_once: bool) -> None:
         """Drain all servers, and wait until their workers have ended."""
@@ -158,8 +167,9 @@ class LaneServers:
     def _apply(self, entries: Sequence[ServerEntry]) -> None:
         hosts = Counter(entry.host for entry in entries)
         listed = {entry.name: entry for entry in entries}
-        phases = [one.phase for one in self._attachments.values()]
-        may_begin = max(len(listed) // _SHARE_CHANGING, 1) - sum(map(phases.count, _CHANGING))
+        ready = {name for name, one in self._attachments.items() if one.phase == "ready"}
+        self._begin_anew = {name for name in self._begin_anew & listed.keys() if name not in ready}
+        may_begin = max(len(listed) // _SHARE_CHANGING, 1) - len(self._begin_anew)
         for name, one in list(self._attachments.items()):
             if one.phase == "left":
                 del self._attachments[name]
@@ -167,6 +177,7 @@ class LaneServers:
                 one.leave()
             elif not one.takes(entry) and (may_begin > 0 or not one.answers):
                 may_begin -= 1
+                self._begin_anew.add(name)
                 one.leave()
         for name, entry in listed.items():
             self._numbers.setdefault(name, len(self._numbers))
@@ -190,7 +201,7 @@ class LaneServers:
         return worker_name(self._numbers[name], worker_prefix(self._config.fleet))
 
     def _epoch(self, name: str) -> int:
-        return self._settings.number * _LIVES + self._lives[name]
+        return self._past_epoch + self._lives[name]
 
     def _worker(self, name: str, entry: ServerEntry) -> WorkerSettings:
         """Return the settings of a worker that begins."""
@@ -236,8 +247,9 @@ class LaneServers:
             {"worker_id": one.worker_id, "phase": phase, "epoch": one.epoch, "reason": one.reason}
             for phase, one in shown
         ]
-        sys.stdout.write(msgspec.json.encode({self._config.fleet: slots}).decode() + "\n")
-        sys.stdout.flush()
+        line = memoryview(msgspec.json.encode({self._config.fleet: slots}) + b"\n")
+        while line:  # without a buffer, a signal ends a write of Python's stream before its end
+            line = line[os.write(sys.stdout.fileno(), line) :]
 
 
 async def serve(settings: AttachedSettings) -> int:
@@ -257,6 +269,7 @@ async def serve(settings: AttachedSettings) -> int:
     tasks = BackgroundTasks("attached servers")
     config = FleetConfig.model_validate_json(settings.spec.config_json)
     lanes = [await _lane(one, settings, tasks) for one in config.lanes]
+    collect_rarely(WORKER_OBJECTS)
     following = [tasks.keep(one.follow, "servers") for one in lanes]
     following += [tasks.keep(one.refuse_commands, "admin commands") for one in lanes]
     following += [tasks.keep(one.publish, "records") for one in lanes]

@@ -40,7 +40,7 @@ class AttachedPools:
     @property
     def refusal(self) -> str:
         """Needs that all servers lack; empty if one of them can be used, or may be later."""
-        known = self.slots()
+        known = [slot for slot in self.slots() if slot["phase"] != "parked"]
         unfit = [slot["reason"] for slot in known if slot["phase"] == "unfit"]
         if not unfit or len(unfit) < len(known):
             return ""

@@ -135,7 +135,8 @@ class Worker:
             record = record_of(settings, identity, ready, metrics_address)
             publishers = make_publishers(context, identity, record, stack)
             stack.push_async_callback(server.stop, None)
-            collect_rarely(WORKER_OBJECTS)
+            if not settings.label:  # the process of attached servers has many, and many streams
+                collect_rarely(WORKER_OBJECTS)
             await server.start()
             publishers.start()
             parts = _Parts(
@@ -227,7 +228,8 @@ class Worker:
         await self._parts.decode.close()
         await self._parts.prefill.close()
         await self._undo.aclose()
-        gc.unfreeze()  # see `collect_rarely`: this worker's objects are garbage now
+        if not self._settings.label:
+            gc.unfreeze()  # see `collect_rarely`: this worker's objects are garbage now
         self._closed.set()
 
     async def _fail(self, why: str, code: int) -> None:

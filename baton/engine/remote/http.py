@@ -25,6 +25,7 @@ _HEAD_BYTES = 1 << 20  # of the part that has the head
 _KEPT_S = 4.0  # vLLM and llama-server close a connection after 5 s without a request
 _MOST_KEPT = 64
 _NOTHING_LISTENS = {f"{errno.ECONNREFUSED}", f"{errno.ENOENT}"}
+_UNREAD_S = 1.0  # a connection that ends later had not ended before the request came
 _TCP_CLOSE = 7  # state of a connection that the peer has reset
 
 
@@ -48,6 +49,7 @@ class HttpExchange(asyncio.Protocol):
         self.unsent = b""
         self.is_unread = False
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._sent_s = 0.0
         self._on_body = on_body
         self._kept = kept
         self._parser = httptools.HttpResponseParser(self)
@@ -65,6 +67,7 @@ class HttpExchange(asyncio.Protocol):
     def reuse(self, transport: asyncio.Transport) -> None:
         """Send the request on a kept connection."""
         self._is_reused = True
+        self._sent_s = asyncio.get_running_loop().time()
         transport.set_protocol(self)
         self.connection_made(transport)
 
@@ -97,7 +100,8 @@ class HttpExchange(asyncio.Protocol):
         self._end(complete=False)
 
     def _note_unread(self, *, is_reset: bool) -> None:
-        if self._is_reused and self._transport is not None and not self._head_bytes:
+        waited_s = asyncio.get_running_loop().time() - self._sent_s
+        if self._is_reused and not self._head_bytes and waited_s < _UNREAD_S:
             self.is_unread = self.is_unread or is_reset or _is_unread(self._transport)
 
     def on_message_begin(self) -> None:
@@ -396,8 +400,10 @@ def unavailable(what: str, origin: HttpOrigin, error: OSError) -> UnavailableErr
     return UnavailableError(f"{what}: {_problem_of(error)}")
 
 
-def _is_unread(transport: asyncio.Transport) -> bool:
+def _is_unread(transport: asyncio.Transport | None) -> bool:
     """Return whether a server has closed a TCP connection before it read what was sent last."""
+    if transport is None:
+        return False
     try:
         connection = transport.get_extra_info("socket")
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 28)

@@ -19,8 +19,8 @@ def trusted_context() -> ssl.SSLContext:
 @cache
 def _trusted_files(named: str) -> WatchedFiles[ssl.SSLContext]:
     paths = ssl.get_default_verify_paths()
-    files = (named or paths.openssl_cafile, os.environ.get("SSL_CERT_DIR", paths.openssl_capath))
-    return WatchedFiles(files, lambda: _read_trusted(named))
+    folders = os.environ.get("SSL_CERT_DIR", paths.openssl_capath).split(os.pathsep)
+    return WatchedFiles((named or paths.openssl_cafile, *folders), lambda: _read_trusted(named))
 
 
 def _read_trusted(named: str) -> ssl.SSLContext:

@@ -4,6 +4,7 @@ Nothing here changes the server, but for LoRA adapters, and its cache when a ten
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -357,8 +358,9 @@ class VllmServers:
             raise UnfitServerError(f"{origin.name}: events: {error}") from None
         streams = [stream for stream, _ in found]
         tokens = 2 * facts.block_tokens + 1
-        if await arrive(streams, lambda salt: _check_token(origin, facts, salt, tokens)):
-            return found
+        with contextlib.suppress(BatonError):  # such as a queue, or a context shorter than this
+            if await arrive(streams, lambda salt: _check_token(origin, facts, salt, tokens)):
+                return found
         _LOG.warning("no KV events of %s arrive from %s", origin.name, ", ".join(streams))
         return ()
 

@@ -61,6 +61,7 @@ class KvEventsClient:
             self._gap.set()  # requests what was published before
             while True:
                 self._live(await events.recv_multipart())
+                await asyncio.sleep(0)  # receiving what is there takes no turn of the loop
 
     async def fill_gaps(self) -> None:
         """Request missing batches whenever there is a gap, until this is cancelled."""
@@ -135,9 +136,11 @@ async def arrive(streams: Sequence[str], compute: Callable[[str], Awaitable[obje
             await compute(salt)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ARRIVE_S):
-                    while not _names(await events.recv_multipart(), salt.encode()):
-                        pass
-                    return True
+                    while True:
+                        parts = await events.recv_multipart()
+                        if _names(parts, salt.encode()):
+                            return True
+                        await asyncio.sleep(0)  # receiving what is there takes no turn of the loop
     finally:
         context.destroy(linger=0)
     return False
@@ -145,11 +148,13 @@ async def arrive(streams: Sequence[str], compute: Callable[[str], Awaitable[obje
 
 def _names(parts: list[bytes], salt: bytes) -> bool:
     """Return whether events can be read, and name a salt."""
+    if len(parts) != _PARTS or salt not in parts[-1]:
+        return False
     try:
         CachedBlocks().apply(parts[-1])
     except _UNREADABLE:
         return False
-    return len(parts) == _PARTS and salt in parts[-1]
+    return True
 
 
 class EventPrefixes(CachedPrefixes):

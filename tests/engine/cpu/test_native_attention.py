@@ -94,15 +94,17 @@ def test_it_is_close_to_torch_and_rows_depend_on_themselves_alone(
             assert same_bits(got[3:], whole[start : start + count])
 
 
-def test_nothing_beyond_a_sequence_is_read(sums) -> None:
+@pytest.mark.parametrize(("start", "count"), [(0, 37), (99, 1)])
+def test_nothing_beyond_a_sequence_is_read(sums, start, count) -> None:
     attention, pool = make(9, 3, 64, None)
     mine, other = tables()
-    q = torch.randn(37, 9, 64).bfloat16()
-    plan = attention.plan([], [QuerySpan(0, 0, 37, mine)])
+    q = torch.randn(count, 9, 64).bfloat16()
+    plan = attention.plan([], [QuerySpan(0, start, count, mine)])
     before = attention.run(0, plan, q).clone()
+    last, within = divmod(start + count, 16)
     pool[:, :, other] = float("nan")
-    pool[:, :, mine[3:]] = float("nan")
-    pool[:, :, mine[2], 5:] = float("nan")  # position 37 and on
+    pool[:, :, mine[last + 1 :]] = float("nan")
+    pool[:, :, mine[last], within:] = float("nan")
     assert same_bits(attention.run(0, plan, q), before)
 
 

@@ -94,7 +94,7 @@ async def test_a_server_that_takes_no_connection_is_absent_with_the_reason() -> 
 
 
 async def test_a_list_without_servers_is_shown_while_the_fleet_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It was only in a log, and `baton up` waited without a reason."""
     file = tmp_path / "fleet.yaml"
@@ -114,7 +114,7 @@ async def test_a_list_without_servers_is_shown_while_the_fleet_starts(
     async with asyncio.timeout(10):
         while "\n" not in shown:
             await asyncio.sleep(0.02)
-            shown += capsys.readouterr().out
+            shown += capfd.readouterr().out
     following.cancel()
     assert '"worker_id":"list"' in shown
     assert '"reason":"the list of servers is empty"' in shown

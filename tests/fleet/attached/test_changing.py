@@ -92,7 +92,7 @@ def test_servers_come_and_go_with_their_file(thread: ServerThread, tmp_path: Pat
         for text in ("first", "second"):
             key.write_text(text)
             write(file, stays, label="rack-1", key_file=str(key))
-            time.sleep(3)  # it is read within 2 s
+            time.sleep(5)  # it is read within 2 s
             stays.emulation.key = text
             assert fleet.complete(4) == expected(4)
             stays.emulation.key = ""  # it takes both for a while
