@@ -19,7 +19,6 @@ from baton.engine.remote.attached import (
     Endpoints,
     EngineDescription,
     ServerFacts,
-    ServerWatch,
     UnfitServerError,
     needs_key,
 )
@@ -280,15 +279,14 @@ class AttachedVllm(AttachedEngine, VllmEngine):
         model: "VllmServers",
         endpoints: Sequence[tuple[str, str]] = (),
     ) -> None:
-        self._watch = ServerWatch(origin, partial(read_facts, origin, model.names), facts)
         self._name = msgspec.json.encode(facts.model)
         own = numerics_of(facts, model.hand_off)
         prefixes = _prefixes(facts, own, endpoints, send)
-        control = _AttachedControl(origin, self._watch)
-        parts = VllmParts(origin, control, prefixes, NixlHandOff(facts.block_tokens))
+        hand_off = NixlHandOff(facts.block_tokens)
+        parts = VllmParts(origin, VllmControl(origin), prefixes, hand_off)
         super().__init__(send, parts, own, model.artifact.config, model.max_adapters)
-        one_step = facts.ranks == 1
-        self._vital(self._follow_others(partial(read_load, origin, one_step)), "load of others")
+        load = partial(read_load, origin, one_step=facts.ranks == 1)
+        self._look_after(facts, partial(read_facts, origin, model.names), load)
 
     def _named(self, body: bytes, spec: RequestSpec | None = None) -> bytes:
         """Return a body that a server of another model refuses."""
@@ -302,9 +300,6 @@ class AttachedVllm(AttachedEngine, VllmEngine):
             return False
         self._load_failed(request, why)
         return True
-
-    def _suspect(self) -> None:
-        self._watch.suspect()
 
     def _error(self, body: bytes, status: int) -> BatonError:
         """Return the error of the request, or of the server: a client has no part in its paths."""
@@ -376,15 +371,6 @@ class VllmServers:
     ) -> AttachedEngine:
         """Return the engine of a server."""
         return AttachedVllm(send, origin, facts, self, endpoints)
-
-
-class _AttachedControl(VllmControl):
-    def __init__(self, origin: HttpOrigin, watch: ServerWatch) -> None:
-        super().__init__(origin)
-        self._watching = watch
-
-    async def watch(self, alive: Callable[[], None], dead: Callable[[str], None]) -> None:
-        await self._watching.watch(alive, dead)
 
 
 def _prefixes(
