@@ -158,43 +158,6 @@ def _number(origin: HttpOrigin, labels: dict[str, str], name: str) -> int:
     return int(value)
 
 
-async def examine(
-    origin: HttpOrigin, names: Sequence[str], *, adapters: bool, hand_off: str = ""
-) -> ServerFacts:
-    """Return the properties of a vLLM that has all that Baton needs, and that computes a token.
-
-    Args:
-        origin: The server.
-        names: Names of the model that it must serve.
-        adapters: Whether it must serve LoRA adapters.
-        hand_off: Way in which it must hand KV over; empty: it need not.
-
-    Raises:
-        UnavailableError: It does not respond, or is not healthy.
-        UnfitServerError: It lacks something; the message names the argument of ``vllm serve``.
-    """
-    await origin.fetch("GET", "/health", _ANSWER_S)
-    facts = await read_facts(origin, names)
-    if facts.block_tokens % BLOCK_TOKENS:
-        raise UnfitServerError(
-            f"{origin.name} has blocks of {facts.block_tokens} tokens: add `--block-size` with a "
-            f"multiple of {BLOCK_TOKENS} to its `vllm serve`"
-        )
-    if not await _serves(origin, protocol.GENERATE):
-        raise UnfitServerError(
-            f"{origin.name} ({facts.engine}) serves no {protocol.GENERATE}: add "
-            "`--enable-scale-out` to its `vllm serve`, which vLLM has since 0.32"
-        )
-    if adapters and not await _serves(origin, _LORA):
-        raise UnfitServerError(
-            f"{origin.name} loads no LoRA adapters: start its `vllm serve` with `--enable-lora` "
-            "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set `adapters: {max_loaded: 0}`"
-        )
-    salt = os.urandom(16).hex()
-    await _check_token(origin, facts, salt, _CHECKED_TOKENS, hands_over=bool(hand_off))
-    return facts
-
-
 async def _serves(origin: HttpOrigin, target: str) -> bool:
     """Return whether a server has a path for POST; it refuses a GET of such a path."""
     status, _, _ = await origin.ask("GET", target, _ANSWER_S)
@@ -326,9 +289,28 @@ class VllmServers:
     hand_off: str = ""
 
     async def examine(self, origin: HttpOrigin) -> ServerFacts:
-        """Return the properties of a vLLM that has all that Baton needs."""
-        wants_adapters = self.max_adapters > 0
-        return await examine(origin, self.names, adapters=wants_adapters, hand_off=self.hand_off)
+        """Return the properties of a vLLM that has all that Baton needs, and computes a token."""
+        await origin.fetch("GET", "/health", _ANSWER_S)
+        facts = await read_facts(origin, self.names)
+        if facts.block_tokens % BLOCK_TOKENS:
+            raise UnfitServerError(
+                f"{origin.name} has blocks of {facts.block_tokens} tokens: add `--block-size` with "
+                f"a multiple of {BLOCK_TOKENS} to its `vllm serve`"
+            )
+        if not await _serves(origin, protocol.GENERATE):
+            raise UnfitServerError(
+                f"{origin.name} ({facts.engine}) serves no {protocol.GENERATE}: add "
+                "`--enable-scale-out` to its `vllm serve`, which vLLM has since 0.32"
+            )
+        if self.max_adapters > 0 and not await _serves(origin, _LORA):
+            raise UnfitServerError(
+                f"{origin.name} loads no LoRA adapters: start its `vllm serve` with "
+                "`--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set "
+                "`adapters: {max_loaded: 0}`"
+            )
+        salt = os.urandom(16).hex()
+        await _check_token(origin, facts, salt, _CHECKED_TOKENS, hands_over=bool(self.hand_off))
+        return facts
 
     async def past_step(self, origin: HttpOrigin) -> StepDone | None:
         """Return a step at the speed of the prompts that a vLLM has computed; None: unknown."""
