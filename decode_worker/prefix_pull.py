@@ -176,23 +176,18 @@ class PrefixPull:
             self._on_end(self._tokens)
 
 
-class PrefixPuller:
-    """Starts pulls for the requests of a worker."""
+def begin_pull(
+    parts: WorkerParts,
+    request: decode_pb2.Submission | pb.PrefillStart,
+    on_end: Callable[[int], None],
+) -> PrefixPull | None:
+    """Start the pull that a request names; return None if there is nothing to wait for.
 
-    def __init__(self, parts: WorkerParts) -> None:
-        self._parts = parts
-
-    def begin(
-        self, request: decode_pb2.Submission | pb.PrefillStart, on_end: Callable[[int], None]
-    ) -> PrefixPull | None:
-        """Start the pull that a request names; return None if there is nothing to wait for.
-
-        ``on_end`` is called once with the number of pulled tokens, but never before this returns.
-        """
-        own = self._parts.identity.incarnation
-        named = bool(self._parts.engine.client.ready.hand_off)
-        pull = PrefixPull(prefix_links(request, own, named), self._parts, on_end)
-        return pull if pull.begin() else None
+    ``on_end`` is called once with the number of pulled tokens, but never before this returns.
+    """
+    named = bool(parts.engine.client.ready.hand_off)
+    pull = PrefixPull(prefix_links(request, parts.identity.incarnation, named), parts, on_end)
+    return pull if pull.begin() else None
 
 
 def prefix_links(

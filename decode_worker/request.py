@@ -19,7 +19,7 @@ from baton.wire.submission import replace_prefix, submit_from_wire
 from baton.wire.tokens import count_tokens, unpack_tokens
 from decode_worker.handoff import FirstTokens, ReceivedHandoff
 from decode_worker.parts import WorkerParts
-from decode_worker.prefix_pull import PrefixPull, PrefixPuller
+from decode_worker.prefix_pull import PrefixPull, begin_pull
 from decode_worker.session import RouterSession
 
 
@@ -70,7 +70,7 @@ class DecodeRequest:
         """Set the deadline, pull the prefix, if any, and submit the request to the engine."""
         request = self.submission
         if self._handoff is None:
-            self._prefix = PrefixPuller(self._parts).begin(request, self._on_prefix)
+            self._prefix = begin_pull(self._parts, request, self._on_prefix)
         if self._prefix is None:
             self._submit()
         if request.deadline_remaining_ns:
@@ -102,7 +102,7 @@ class DecodeRequest:
         elif self._handoff is not None:
             self._handoff.cancel()
         else:
-            self._cancel_at_engine()
+            self.on_drained()
 
     def close(self) -> None:
         """Cancel the timers of a worker that exits and whose engine reports nothing more."""
@@ -116,9 +116,6 @@ class DecodeRequest:
         if self._handoff is not None:
             self._handoff.forget()
             self._handoff = None
-
-    def _cancel_at_engine(self) -> None:
-        self._parts.engine.client.send(messages.Cancel(self._engine_id))
 
     def end_choices(self, choices: list[int]) -> None:
         """End choices in which the router found a stop string."""
@@ -199,7 +196,7 @@ class DecodeRequest:
 
     def on_drained(self) -> None:
         """Cancel the request at the engine."""
-        self._cancel_at_engine()
+        self._parts.engine.client.send(messages.Cancel(self._engine_id))
 
     def on_peer_needed(self, failed: pb.PrefillTarget, error: BatonError, peer_died: bool) -> None:
         """Request another prefill worker from the router."""

@@ -21,10 +21,6 @@ class Announcer:
         self._heads = pool.geometry.num_kv_heads
         self._metrics = metrics
 
-    def admitted(self, handoff: SentHandoff, blocks: tuple[int, ...]) -> None:
-        """Note the pages of a hand-off."""
-        handoff.machine.admitted(blocks)
-
     def ended(self, handoff: SentHandoff) -> None:
         """Close a hand-off whose request the engine has ended."""
         handoff.ended = True
@@ -35,7 +31,8 @@ class Announcer:
         for action in actions:
             match action:
                 case sender.Announce():
-                    self._announce(handoff, action)
+                    published = action.kv_slice.to_published(self._heads)
+                    handoff.events.put_nowait(pb.PrefillEvent(published=published))
                 case sender.AnnounceFirst():
                     for message in first_tokens_to_wire(action.done, handoff.prompt_outputs):
                         handoff.events.put_nowait(pb.PrefillEvent(first_tokens=message))
@@ -49,10 +46,6 @@ class Announcer:
                     handoff.events.put_nowait(pb.PrefillEvent(commit=record))
                 case sender.GiveBack():
                     self._give_back(handoff, action)
-
-    def _announce(self, handoff: SentHandoff, action: sender.Announce) -> None:
-        published = action.kv_slice.to_published(self._heads)
-        handoff.events.put_nowait(pb.PrefillEvent(published=published))
 
     def _give_back(self, handoff: SentHandoff, action: sender.GiveBack) -> None:
         if action.overdue:

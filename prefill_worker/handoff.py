@@ -20,14 +20,9 @@ class CachePull(Protocol):
         """Cancel the timers: the worker ends."""
 
 
-class CachePuller(Protocol):
-    """Brings blocks from other workers' caches."""
-
-    def begin(self, request: pb.PrefillStart, on_end: Callable[[int], None]) -> CachePull | None:
-        """Pull what the request names; None if there is nothing to wait for.
-
-        ``on_end`` is called once with the tokens that came, but never before this returns.
-        """
+BeginPull = Callable[[pb.PrefillStart, Callable[[int], None]], CachePull | None]
+"""Pulls what a request names, and calls once with the tokens that came, but never before it
+returns; returns None if there is nothing to wait for."""
 
 
 class SentHandoff:

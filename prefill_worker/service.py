@@ -38,7 +38,7 @@ from kvtransfer import sender
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
 from kvtransfer.rank_pools import RankPools
 from prefill_worker.announcer import Announcer
-from prefill_worker.handoff import CachePuller, SentHandoff
+from prefill_worker.handoff import BeginPull, SentHandoff
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     Args:
         pool: KV pool of the engine, or pools of its ranks.
-        prefixes: Pulls prefixes from other workers' caches.
+        begin_pull: Pulls prefixes from other workers' caches.
         token: Fleet token that signs capabilities of pulls; without one, pulls need none.
         unsigned_pulls: Whether pulls without a capability are allowed, too.
     """
@@ -64,7 +64,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         capabilities: common_pb2.Capabilities,
         metrics: Metrics,
         tracing: Tracing,
-        prefixes: CachePuller,
+        begin_pull: BeginPull,
         token: FleetToken,
         unsigned_pulls: bool,
     ) -> None:
@@ -74,7 +74,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._capabilities = capabilities
         self._metrics = metrics
         self._tracing = tracing
-        self._prefixes = prefixes
+        self._begin_pull = begin_pull
         self._token = token
         self._unsigned_pulls = unsigned_pulls
         self.source = PoolSource(
@@ -180,7 +180,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             else:  # it was cancelled, or its lease lapsed, before the engine got it
                 on_report(ev.Ended(engine_id, "cancelled"))
 
-        handoff.prefix = self._prefixes.begin(start, submit)
+        handoff.prefix = self._begin_pull(start, submit)
         if handoff.prefix is None:
             submit(0)
         return handoff, False
@@ -211,7 +211,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def _on_report(self, key: Key, handoff: SentHandoff, report: Any, *, span: Any) -> None:
         match report:
             case ev.Admitted():
-                self._announcer.admitted(handoff, report.blocks)
+                handoff.machine.admitted(report.blocks)
             case ev.Published():
                 self._announcer.perform(handoff, handoff.machine.published(report))
             case ev.PromptOutputsReady():
@@ -236,8 +236,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         return HeldKv(handoff.machine, partial(self._announcer.perform, handoff))
 
     def _refusal(self, request: pb.PullRequest) -> str:
-        if not self._token.accepted:
-            return ""
         reader = request.reader_incarnation
         holder = self._identity.incarnation
         why = refusal(

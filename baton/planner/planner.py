@@ -19,8 +19,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from math import inf
 
+import msgspec
+
 from baton.planner.demand import DemandWindow
-from baton.planner.sizes import SizePlanner, WantedSizes
+from baton.planner.sizes import SizePlanner
 from baton.planner.state import (
     PREFILL_SHARE,
     Decision,
@@ -96,11 +98,9 @@ class Planner:
             return turn
         light = self._window.arrived.count < _LEAST_REQUESTS
         wish = self._sizes.decide(wanted, known, self._demands, now_ns, light=light)
-        if isinstance(wish, WantedSizes):
+        if isinstance(wish, Resize):
             self._direction = None
-            prefill = wish.sizes.get("prefill", 0)
-            decode = wish.sizes.get("decode", 0)
-            return Resize(prefill=prefill, decode=decode, reason=wish.reason, figures=known)
+            return msgspec.structs.replace(wish, figures=known)
         return Nothing(reason=f"{turn.reason}; {wish}", figures=known)
 
     def _decide_turn(self, figures: Figures | str, now_ns: int) -> RoleChange | Nothing:

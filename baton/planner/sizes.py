@@ -15,9 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from math import ceil, inf
 
-import msgspec
-
-from baton.planner.state import PREFILL_SHARE, Figures
+from baton.planner.state import PREFILL_SHARE, Figures, Resize
 from baton.registry.types import Role, WorkDemand
 
 SCALE_IN_AFTER_NS = 600_000_000_000
@@ -35,13 +33,6 @@ _KNOWN = 0.5  # share of the looks that a mean needs
 _LOOK_NS = 2_000_000_000
 
 Sizes = dict[Role, int]
-
-
-class WantedSizes(msgspec.Struct, frozen=True):
-    """Sizes that the fleet should have now, and the reason."""
-
-    sizes: Sizes
-    reason: str
 
 
 class SizePlanner:
@@ -94,7 +85,7 @@ class SizePlanner:
         now_ns: int,
         *,
         light: bool = False,
-    ) -> WantedSizes | str:
+    ) -> Resize | str:
         """Return new sizes, or why they stay; ``sizes`` are those that were wanted last.
 
         Without ``figures``, the load is ``light`` or unknown.
@@ -113,7 +104,7 @@ class SizePlanner:
         idle_ns = now_ns - (now_ns if self._busy_ns is None else self._busy_ns)
         if not self._least and idle_ns >= self._after_ns:
             self._changed_ns = now_ns
-            return WantedSizes({"prefill": 0, "decode": 0}, f"no request for {idle_ns / 1e9:.0f} s")
+            return _resize({}, f"no request for {idle_ns / 1e9:.0f} s")
         light = light and not _waiting(demands)
         self._note_needs(figures, light, now_ns)
         if figures is None or not self._waits_long(sizes, figures):
@@ -131,7 +122,7 @@ class SizePlanner:
             return "the load is not known"
         return self._when_low(sizes, figures, now_ns)
 
-    def _from_zero(self, demands: Mapping[str, WorkDemand], now_ns: int) -> WantedSizes | str:
+    def _from_zero(self, demands: Mapping[str, WorkDemand], now_ns: int) -> Resize | str:
         waiting = _waiting(demands)
         if not waiting and not self._least:
             return "no request waits"
@@ -140,7 +131,7 @@ class SizePlanner:
         if sum(first.values()) > self._most:
             first = {"prefill": 0, "decode": 1}
         self._changed_ns = now_ns
-        return WantedSizes(first, f"{waiting} requests wait for a first worker")
+        return _resize(first, f"{waiting} requests wait for a first worker")
 
     def _lacks(self, sizes: Mapping[Role, int], figures: Figures, now_ns: int) -> str:
         """Return why the fleet should grow, or ""."""
@@ -170,7 +161,7 @@ class SizePlanner:
 
     def _when_low(
         self, sizes: Mapping[Role, int], figures: Figures | None, now_ns: int
-    ) -> WantedSizes | str:
+    ) -> Resize | str:
         """Return smaller sizes once the mean load has been low for long enough."""
         if sum(sizes.values()) <= max(self._least, 1):
             return "the sizes fit the load"
@@ -198,14 +189,14 @@ class SizePlanner:
         step: int,
         why: str,
         now_ns: int,
-    ) -> WantedSizes:
+    ) -> Resize:
         grown: Sizes = dict(sizes)
         for _ in range(step):
             role = self._role_to_grow(grown, figures)
             grown[role] = grown.get(role, 0) + 1
         self._changed_ns = now_ns
         self._grown_ns = now_ns
-        return WantedSizes(grown, why)
+        return _resize(grown, why)
 
     def _role_to_grow(self, sizes: Mapping[Role, int], figures: Figures | None) -> Role:
         if self._colocated or not sizes.get("decode", 0):
@@ -220,9 +211,9 @@ class SizePlanner:
         decode_load = figures.most_decode / sizes["decode"]
         return "prefill" if prefill_load >= decode_load else "decode"
 
-    def _shrunk(self, sizes: Mapping[Role, int], role: Role, why: str, now_ns: int) -> WantedSizes:
+    def _shrunk(self, sizes: Mapping[Role, int], role: Role, why: str, now_ns: int) -> Resize:
         self._changed_ns = now_ns
-        return WantedSizes({**sizes, role: sizes[role] - 1}, why)
+        return _resize({**sizes, role: sizes[role] - 1}, why)
 
     def _role_to_shrink(
         self, sizes: Mapping[Role, int], needs: tuple[float, float], limit: float = _LOW
@@ -246,6 +237,10 @@ class SizePlanner:
 
     def _may_change(self, now_ns: int) -> bool:
         return self._changed_ns is None or now_ns - self._changed_ns >= _EVERY_NS
+
+
+def _resize(sizes: Mapping[Role, int], reason: str) -> Resize:
+    return Resize(prefill=sizes.get("prefill", 0), decode=sizes.get("decode", 0), reason=reason)
 
 
 def _waiting(demands: Mapping[str, WorkDemand]) -> int:

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -35,7 +36,7 @@ from baton.wire.tls import FleetTls
 from decode_worker.pacing import ReceivePacer
 from decode_worker.parts import WorkerParts
 from decode_worker.peers import Peers
-from decode_worker.prefix_pull import PrefixPuller
+from decode_worker.prefix_pull import begin_pull
 from decode_worker.service import DecodeService
 from fleet.ports import chosen_port, free_port, kv_listener
 from fleet.private_logs import open_log
@@ -224,7 +225,7 @@ def _make_services(
         capabilities,
         context.metrics,
         context.tracing,
-        PrefixPuller(parts),
+        partial(begin_pull, parts),
         token=context.token,
         unsigned_pulls=settings.unsigned_pulls,
     )

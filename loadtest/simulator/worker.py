@@ -223,10 +223,10 @@ class SimulatedWorker:
             saved = self._saved
             self._saved = []
             for copied in saved:
-                self.core.copied(copied, self._clock.now_ns)
+                self.core.tiers.copied(copied, self._clock.now_ns)
             plan = self.core.plan(self._clock.now_ns)
             self._copy()
-            self._deliver(self.core.take_admissions())
+            self._deliver(self.core.batch.take_events())
             if plan.rows:
                 self._begin(plan)
                 return
@@ -246,7 +246,7 @@ class SimulatedWorker:
             return
         done = Copied(copy.number, "done", self._copy_ns)
         if copy.target == POOL:
-            self.send(lambda _: self.core.copied(done, self._clock.now_ns))
+            self.send(lambda _: self.core.tiers.copied(done, self._clock.now_ns))
             return
         self._saved.append(done)
         if self._steps is None and not self._turn_due:

@@ -40,7 +40,7 @@ class Engine:
 
     def step(self, now_ns: int) -> list[ev.Event]:
         plan = self.core.plan(now_ns)
-        early = self.core.take_admissions()
+        early = self.core.batch.take_events()
         if not plan.rows:
             return early + self.core.take_events()
         published: list[ev.Event] = []

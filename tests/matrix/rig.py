@@ -167,7 +167,7 @@ class _Side:
     def step(self) -> None:
         now_ns = next(self._clock_ns)
         plan = self.core.plan(now_ns)
-        self.events += self.core.take_admissions()
+        self.events += self.core.batch.take_events()
         if plan.rows:
             results = self.core.runner.execute(plan)
             self.events += self.core.apply(plan, results, now_ns, 1_000_000)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.planner.planner import Planner
-from baton.planner.sizes import SizePlanner, WantedSizes
+from baton.planner.sizes import SizePlanner
 from baton.planner.state import Figures, Resize
 from baton.registry.types import PromptSum, WorkDemand
 from baton.types.slo import Slo
@@ -66,10 +66,10 @@ class World:
         demands = demand(streams=1) if demands is None else demands
         self.planner.observe(demands, self.now_ns)
         found = self.planner.decide(self.sizes, figures, demands, self.now_ns, light=light)
-        if isinstance(found, WantedSizes):
+        if isinstance(found, Resize):
             self.sizes = dict(found.sizes)
             self.changes.append((self.now_ns / 1e9, f"{self.shown}: {found.reason}"))
-        self.said = found.reason if isinstance(found, WantedSizes) else found
+        self.said = found.reason if isinstance(found, Resize) else found
         self.now_ns += LOOK_NS
 
     def for_s(self, seconds: float, figures: Figures | None, **more) -> None:

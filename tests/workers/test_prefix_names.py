@@ -14,7 +14,7 @@ from baton.engine.process import messages
 from baton.engine.process.handle import EngineHandle
 from baton.types.geometry import KvGeometry
 from baton.wire.tokens import pack_tokens, unpack_tokens
-from decode_worker.prefix_pull import PrefixPuller, prefix_links
+from decode_worker.prefix_pull import begin_pull, prefix_links
 from kvtransfer.chunk import PoolView
 
 GEOMETRY = KvGeometry(num_layers=2, num_blocks=32, num_kv_heads=2, head_dim=16, dtype="bf16")
@@ -82,11 +82,11 @@ async def test_a_pull_that_is_cancelled_and_opened_again_at_once_leaves_no_reser
         sampling=common_pb2.SamplingParams(n=1, max_tokens=8),
         prefix=source,
     )
-    first = PrefixPuller(parts).begin(start, Mock())
+    first = begin_pull(parts, start, Mock())
     client.step()
     first.stop()
     start.generation = 2
-    second = PrefixPuller(parts).begin(start, Mock())
+    second = begin_pull(parts, start, Mock())
     client.step()
     second.stop()
     for _ in range(3):

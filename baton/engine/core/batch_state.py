@@ -340,11 +340,11 @@ def _shared_blocks(
         for other in others
         if other.request.spec.cacheable
     ]
-    shared = max((_common(hashes, of_other) for of_other in known), default=0)
+    shared = max((equal_blocks(hashes, of_other) for of_other in known), default=0)
     return cached, shared if shared >= cached + _LEAST_SHARED_BLOCKS else cached
 
 
-def _common(hashes: list[bytes], others: list[bytes]) -> int:
-    # Equal blocks have equal blocks before them.
+def equal_blocks(hashes: Sequence[bytes], others: Sequence[bytes]) -> int:
+    """Return the number of equal leading blocks: a hash covers all blocks before it."""
     both = range(min(len(hashes), len(others)))
     return bisect_left(both, 1, key=lambda index: hashes[index] != others[index])

@@ -13,7 +13,7 @@ from baton.engine.core.scheduler import Scheduler, SchedulerConfig
 from baton.engine.core.sequence import Kind
 from baton.engine.core.speculative.proposers import Speculation
 from baton.engine.core.tiers.places import TierPlaces
-from baton.engine.core.tiers.tiers import Copied, KvTiers, TierCopy
+from baton.engine.core.tiers.tiers import KvTiers, TierCopy
 from baton.telemetry.running_mean import RunningMean
 from baton.types import events as ev
 from baton.types.errors import NumericsError, TransferError
@@ -82,14 +82,10 @@ class EngineCore:
         )
 
     def take_copies(self, now_ns: int) -> list[TierCopy]:
-        """Return block copies to make; the caller reports each result to ``copied``."""
+        """Return block copies to make; the caller reports each result to ``tiers.copied``."""
         self.tiers.give_up(now_ns)
         self.tiers.save(now_ns)
         return self.tiers.take_copies()
-
-    def copied(self, done: Copied, now_ns: int) -> None:
-        """Record the result of a copy."""
-        self.tiers.copied(done, now_ns)
 
     def forget(self, tags: frozenset[bytes]) -> tuple[int, int]:
         """Forget the blocks with these tags, in the pool and the tiers.
@@ -214,10 +210,6 @@ class EngineCore:
             sequence = running.get(plan.rows[index].sequence_id)
             if sequence is not None:
                 self.scheduler.fail(sequence.request.request_id, error)
-
-    def take_admissions(self) -> list[ev.Event]:
-        """Return the events of planning a step, before those of the step."""
-        return self.batch.take_events()
 
     def take_events(
         self, plan: StepPlan | None = None, duration_ns: int = 0, steps: int = 1

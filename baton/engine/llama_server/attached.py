@@ -22,15 +22,14 @@ from baton.engine.remote.attached import (
     EngineDescription,
     ServerFacts,
     ServerKind,
-    ServerWatch,
     UnfitServerError,
     needs_key,
 )
 from baton.engine.remote.cached_prefixes import ApproximatePrefixes
-from baton.engine.remote.engine import ResponseReader
 from baton.engine.remote.http import HttpOrigin, StatusError
 from baton.engine.remote.live_request import LiveRequest, Parameters
 from baton.engine.remote.others import ServerLoad
+from baton.engine.remote.response import ResponseReader
 from baton.model.artifact import ModelArtifact
 from baton.text.tokenizer import load_tokenizer
 from baton.types.errors import BatonError, UnavailableError
@@ -118,6 +117,8 @@ class AttachedLlamaServer(AttachedEngine):
     """
 
     target = protocol.COMPLETION
+    kind = protocol.SERVER
+    refused = protocol.REFUSED
     shares_blocks = False  # each slot has its own
     keeps_connections = False  # it gives each a thread
 
@@ -136,9 +137,7 @@ class AttachedLlamaServer(AttachedEngine):
         self._eos = config.eos_token_ids
         self._seed: bytes | None = None  # of the only tenants that have used the server
         self._is_shared = False  # others have used it, too
-        self._watch = ServerWatch(origin, partial(read_facts, origin), facts)
-        self._vital(self._watch.watch(lambda: send(messages.Alive()), self._break), "health")
-        self._vital(self._follow_others(partial(read_load, origin)), "load of others")
+        self._look_after(facts, partial(read_facts, origin), partial(read_load, origin))
 
     @cached_property
     def _pieces(self) -> TokenPieces:
@@ -177,15 +176,9 @@ class AttachedLlamaServer(AttachedEngine):
             lambda token: self._pieces.spell(token),
         )
 
-    def _error(self, body: bytes, status: int) -> BatonError:
-        return protocol.error_in(body, status)
-
     async def _erase(self) -> bool:
         """Return False: its prompt cache in memory cannot be erased."""
         return False
-
-    def _suspect(self) -> None:
-        self._watch.suspect()
 
     def _take(self, request: LiveRequest, choice: int, reader: ResponseReader, body: bytes) -> None:
         super()._take(request, choice, reader, body)

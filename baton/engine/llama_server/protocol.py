@@ -15,6 +15,7 @@ import msgspec
 
 from baton.engine.core.model_runner import RunnerCapabilities
 from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.remote.response import ErrorBody, ResponseReader, error_of
 from baton.types import events as ev
 from baton.types.errors import (
     BatonError,
@@ -26,12 +27,13 @@ from baton.types.errors import (
 from baton.types.params import SampledToken, SamplingParams
 
 COMPLETION = "/completion"
+SERVER = "llama-server"
+REFUSED = (400, 413, 422)  # codes of errors of the request
 
 NO_LOGPROB = -9999.0
 """Log-probability of a token whose event llama-server left out, as OpenAI has it for unknown."""
 
-_CAPABILITIES = RunnerCapabilities(engine="llama-server", grammars=True, bad_words=False)
-_EVENT_BYTES = 8 << 20
+_CAPABILITIES = RunnerCapabilities(engine=SERVER, grammars=True, bad_words=False)
 _MOST_LOST = 8  # tokens of one character
 _SEED_MASK = (1 << 32) - 2  # the largest number of 32 bits stands for a random seed
 # temperature before the cuts, as in Baton's engine; penalties count all tokens of the context
@@ -56,13 +58,6 @@ class Timings(msgspec.Struct, frozen=True):
     cache_n: int | None = None
 
 
-class LlamaError(msgspec.Struct, frozen=True):
-    """Error in a stream or in a response."""
-
-    message: str = ""
-    code: int | None = None
-
-
 class Event(msgspec.Struct, frozen=True):
     """Server-sent event of a stream, or the body of an error response.
 
@@ -78,7 +73,7 @@ class Event(msgspec.Struct, frozen=True):
     tokens_predicted: int = 0
     completion_probabilities: tuple[ScoredToken, ...] = ()
     timings: Timings | None = None
-    error: LlamaError | None = None
+    error: ErrorBody | None = None
 
 
 _decoder = msgspec.json.Decoder(Event)
@@ -157,7 +152,7 @@ def _sampling_fields(params: SamplingParams, choice: int, emitted: int) -> dict[
     }
 
 
-class CompletionStream:
+class CompletionStream(ResponseReader):
     """Parser of the response to one ``completion_body``.
 
     Args:
@@ -165,10 +160,7 @@ class CompletionStream:
         spell: Returns the bytes of a token.
 
     Attributes:
-        generated: Tokens of the choice so far, those before a resumption included.
-        finished: Whether the choice has its finish reason.
         is_early: Whether it ended at a token of the client, which the server does not know.
-        cached_tokens: Prompt tokens that the server had cached; None until it reports them.
     """
 
     def __init__(
@@ -180,14 +172,8 @@ class CompletionStream:
         split: Callable[[bytes, int], Sequence[int]],
         spell: Callable[[int], bytes],
     ) -> None:
-        emitted = spec.emitted[choice] if spec.emitted else None
-        self.generated = len(emitted or ())
-        self.finished = False
+        super().__init__(request_id, choice, spec)
         self.is_early = False
-        self.cached_tokens: int | None = None
-        self._request_id = request_id
-        self._choice = choice
-        self._alternatives = spec.params.logprobs
         self._stops = set(spec.params.stop_token_ids)
         self._eos = set(eos)
         self._ends = self._stops if spec.params.ignore_eos else self._stops | self._eos
@@ -195,31 +181,18 @@ class CompletionStream:
         self._spell = spell
         self._counted = 0  # tokens of this stream
         self._end: int | None = None  # the token that ends the choice
-        self._buffer = b""
 
-    def feed(self, data: bytes) -> list[ev.Tokens]:
-        """Return the tokens in received bytes.
+    def _read(self, event: bytes) -> list[ev.Tokens]:
+        field, _, payload = event.partition(b": ")
+        if field not in (b"data", b"error") or self.finished:
+            return []  # a comment, or what follows a token that ends the choice
+        if field == b"error":
+            payload = b'{"error": %b}' % payload
+        return self._take(read_event(payload))
 
-        Raises:
-            BatonError: The server ended the request with an error, or sent what is no response.
-        """
-        *events, self._buffer = (self._buffer + data).split(b"\n\n")
-        if len(self._buffer) > _EVENT_BYTES:
-            raise InternalError(f"llama-server sent an event of more than {_EVENT_BYTES} bytes")
-        tokens: list[ev.Tokens] = []
-        for event in events:
-            field, _, payload = event.partition(b": ")
-            if field not in (b"data", b"error") or self.finished:
-                continue  # a comment, or what follows a token that ends the choice
-            if field == b"error":
-                payload = b'{"error": %b}' % payload
-            if (taken := self._take(read_event(payload))) is not None:
-                tokens.append(taken)
-        return tokens
-
-    def _take(self, event: Event) -> ev.Tokens | None:
+    def _take(self, event: Event) -> list[ev.Tokens]:
         if event.error is not None:
-            raise error_of(event.error, None)
+            raise error_of(SERVER, event.error, REFUSED)
         if event.timings is not None and event.stop:
             self.cached_tokens = event.timings.cache_n
         sampled = self._sampled(event)
@@ -240,18 +213,8 @@ class CompletionStream:
         if self.is_early or (reason and self._end is not None):
             reason = "stop"
         if not sampled and not reason:
-            return None
-        index = self.generated
-        self.generated += len(sampled)
-        self.finished = bool(reason)
-        return ev.Tokens(
-            request_id=self._request_id,
-            choice=self._choice,
-            index=index,
-            tokens=tuple(sampled),
-            finish_reason=reason,
-            stop_token=self._end if reason else None,
-        )
+            return []
+        return [self._new(sampled, reason, self._end if reason else None)]
 
     def _sampled(self, event: Event) -> list[SampledToken]:
         """Return the tokens of an event, and those before it that had none."""
@@ -286,21 +249,3 @@ def read_event(payload: bytes) -> Event:
     except msgspec.DecodeError as error:
         text = payload[:200]
         raise InternalError(f"llama-server sent {text!r}, which is no event: {error}") from None
-
-
-def error_in(body: bytes, status: int) -> BatonError:
-    """Return the error of a response with another status than 200."""
-    try:
-        error = read_event(body).error
-    except InternalError:
-        error = None
-    text = body[:200].decode(errors="replace")
-    return error_of(error or LlamaError(f"it answered with status {status}: {text}"), status)
-
-
-def error_of(error: LlamaError, status: int | None) -> BatonError:
-    """Return the error that llama-server reports, as invalid request or as internal error."""
-    code = error.code if error.code is not None else status
-    if code is not None and code in (400, 413, 422):
-        return InvalidRequestError(f"llama-server refused the request: {error.message}")
-    return InternalError(f"llama-server failed: {error.message}")

@@ -9,8 +9,12 @@ request starves behind adapters that are always busy.
 """
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from baton.engine.process import messages
+from baton.types import events as ev
+from baton.types.errors import BatonError, CancelledError_
 from baton.types.params import AdapterRef
 
 T = TypeVar("T")
@@ -104,3 +108,37 @@ class AdapterCache(Generic[T]):
         self._leaving = None
         del self._loaded[evicted], self._uses[evicted]
         return [evicted]
+
+
+class AdapterRequests:
+    """Requests that wait for the adapters of an engine; ``report`` takes what happens to both."""
+
+    def __init__(self, max_loaded: int, report: Callable[[messages.Report], object]) -> None:
+        self._cache: AdapterCache[messages.Submit] = AdapterCache(max_loaded)
+        self._report = report
+        self._names: dict[str, str] = {}
+
+    def cancel(self, command: messages.Cancel) -> bool:
+        """End a request that waits for its adapter; False if it does not wait."""
+        if not self._cache.drop(command.request_id):
+            return False
+        self._end(command.request_id, CancelledError_(command.reason or "cancelled"))
+        return True
+
+    def _note_load(self, ref: AdapterRef, error: BatonError | None, load_s: float) -> None:
+        if error is None:
+            self._cache.loaded(ref.digest)
+            self._names[ref.digest] = ref.name
+        else:
+            for request_id in self._cache.failed(ref.digest):
+                self._end(request_id, error)
+        self._changed(ref, "loaded" if error is None else "failed", load_s)
+
+    def _changed(self, ref: AdapterRef, what: str, load_s: float = 0.0) -> None:
+        held = self._cache.held
+        self._report(
+            ev.AdapterChanged(name=ref.name, digest=ref.digest, what=what, held=held, load_s=load_s)
+        )
+
+    def _end(self, request_id: str, error: BatonError) -> None:
+        self._report(ev.Ended(request_id, error.code, error.message))

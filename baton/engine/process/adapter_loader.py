@@ -10,13 +10,13 @@ from typing import Any
 
 from baton.engine.core.model_runner import AdapterStore
 from baton.engine.process import messages
-from baton.engine.process.adapter_cache import AdapterCache
+from baton.engine.process.adapter_cache import AdapterRequests
 from baton.types import events as ev
-from baton.types.errors import AdapterLoadError, BatonError, CancelledError_
+from baton.types.errors import AdapterLoadError, BatonError
 from baton.types.params import AdapterRef
 
 
-class AdapterLoader:
+class AdapterLoader(AdapterRequests):
     """Runs the actions of ``AdapterCache`` on the runner and on a loading thread.
 
     ``select`` wakes when a load has ended. All methods are for the step loop's thread. With
@@ -25,13 +25,12 @@ class AdapterLoader:
 
     def __init__(self, max_loaded: int, store: AdapterStore) -> None:
         self._store = store
-        self._cache: AdapterCache[messages.Submit] = AdapterCache(max_loaded)
         self._events: list[messages.Report] = []
+        super().__init__(max_loaded, self._events.append)
         self._to_load: queue.SimpleQueue[AdapterRef] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[AdapterRef, Any, BatonError | None, float]] = (
             queue.SimpleQueue()
         )
-        self._names: dict[str, str] = {}
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
 
@@ -47,13 +46,6 @@ class AdapterLoader:
             self._end(command.request_id, error)
         else:
             self._cache.add(command.request_id, ref, command)
-
-    def cancel(self, command: messages.Cancel) -> bool:
-        """End a request that waits for its adapter; False if it does not wait."""
-        if not self._cache.drop(command.request_id):
-            return False
-        self._end(command.request_id, CancelledError_(command.reason or "cancelled"))
-        return True
 
     def note(self, reports: Sequence[messages.Report]) -> None:
         """Process the ends of requests."""
@@ -79,8 +71,8 @@ class AdapterLoader:
 
     def take_events(self) -> list[messages.Report]:
         """Return and clear the events since the last call."""
-        taken = self._events
-        self._events = []
+        taken = list(self._events)
+        self._events.clear()
         return taken
 
     def _take(
@@ -88,22 +80,7 @@ class AdapterLoader:
     ) -> None:
         if error is None:
             self._store.add(ref, prepared)
-            self._cache.loaded(ref.digest)
-            self._names[ref.digest] = ref.name
-            self._changed(ref, "loaded", load_s)
-            return
-        for request_id in self._cache.failed(ref.digest):
-            self._end(request_id, error)
-        self._changed(ref, "failed", load_s)
-
-    def _changed(self, ref: AdapterRef, what: str, load_s: float = 0.0) -> None:
-        held = self._cache.held
-        self._events.append(
-            ev.AdapterChanged(name=ref.name, digest=ref.digest, what=what, held=held, load_s=load_s)
-        )
-
-    def _end(self, request_id: str, error: BatonError) -> None:
-        self._events.append(ev.Ended(request_id, error.code, error.message))
+        self._note_load(ref, error, load_s)
 
     def _begin_load(self, ref: AdapterRef) -> None:
         if self._thread is None:

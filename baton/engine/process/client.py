@@ -22,7 +22,6 @@ from baton.engine.settings import ENGINE_MODULES, EngineSettings
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import InternalError
-from baton.types.geometry import KvGeometry
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,12 +52,8 @@ class ReportInbox:
         self._early.clear()
 
     def feed(self, data: bytes) -> None:
-        """Process bytes from the engine."""
-        self.dispatch(self._reader.feed(data))
-
-    def dispatch(self, reports: Sequence[messages.Report]) -> None:
-        """Process reports in order."""
-        for report in reports:
+        """Process bytes from the engine, report by report."""
+        for report in self._reader.feed(data):
             match report:
                 case messages.LoadProgress():
                     self._received_ns = ALIVE.now_ns()
@@ -107,6 +102,7 @@ class EngineClient:
         pool_fd: int,
     ) -> None:
         self.ready = inbox.ready.result()
+        self.pool_geometry = self.ready.geometry  # of all ranks together
         self.pools = tuple(pools)
         self.pool_fd = pool_fd
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -169,11 +165,6 @@ class EngineClient:
     def listen(self, listener: OnReport) -> None:
         """Call ``listener`` in the event loop for each report since the start, in order."""
         self._inbox.listen(listener)
-
-    @property
-    def pool_geometry(self) -> KvGeometry:
-        """Shape of the pools of all ranks together."""
-        return self.ready.geometry
 
     @property
     def pid(self) -> int:

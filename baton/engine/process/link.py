@@ -64,9 +64,7 @@ class InnerLink:
         for command in commands:
             self.handle(command)
 
-    def send_now(self, *commands: messages.Command) -> None:
-        """Let the engine execute commands."""
-        self.send(*commands)
+    send_now = send
 
     def hold(self) -> None:
         """Do nothing: the engine does not sleep."""

@@ -96,7 +96,7 @@ class StepLoop:
             elif isinstance(done, OtherBlocks):
                 self._core.tiers.note_elsewhere(done.stored, done.removed)
             else:
-                self._core.copied(done, time.monotonic_ns())
+                self._core.tiers.copied(done, time.monotonic_ns())
         return bool(ended)
 
     def _receive(self) -> bool:
@@ -220,7 +220,7 @@ class StepLoop:
         self._send([ev.Ended(request_id, error.code, error.message)])
 
     def _step(self, plan: StepPlan, began_ns: int) -> None:
-        admissions = self._core.take_admissions()
+        admissions = self._core.batch.take_events()
         if admissions:  # must precede the first Published of this step
             self._send(admissions)
         publications = self._core.publications(plan)

@@ -7,12 +7,13 @@ another worker. The server is examined at once, and its worker leaves if it is g
 
 import asyncio
 import time
-from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import msgspec
 
+from baton.engine.process import messages
 from baton.engine.remote.engine import RemoteEngine
 from baton.engine.remote.http import HttpOrigin, RefusedError, StatusError
 from baton.engine.remote.live_request import LiveRequest
@@ -191,10 +192,19 @@ class AttachedEngine(RemoteEngine):
     """Policy for faults of a server that Baton did not start."""
 
     _failures = 0
+    _watch: ServerWatch
 
-    @abstractmethod
-    def _suspect(self) -> None:
-        """Let the server be looked at."""
+    def _look_after(
+        self,
+        facts: ServerFacts,
+        read_facts: Callable[[], Awaitable[ServerFacts]],
+        read_load: Callable[[], Awaitable[ServerLoad]],
+    ) -> None:
+        """Watch the server, which had these properties, and the load of its other clients."""
+        self._watch = ServerWatch(self._origin, read_facts, facts)
+        alive = partial(self._send, messages.Alive())
+        self._vital(self._watch.watch(alive, self._break), "health")
+        self._vital(self._follow_others(read_load), "load of others")
 
     async def _follow_others(self, read: Callable[[], Awaitable[ServerLoad]]) -> None:
         """Report the load of the server's other clients, and notice what never ends."""
@@ -254,7 +264,7 @@ class AttachedEngine(RemoteEngine):
         return False
 
     def _on_lost(self, request: LiveRequest, why: str) -> None:
-        self._suspect()
+        self._watch.suspect()
         if self._recovers(request, why):
             return
         self._end_failed(request, UnavailableError(why))
@@ -265,7 +275,7 @@ class AttachedEngine(RemoteEngine):
             return
         if self._recovers(request, error.message):
             return
-        self._suspect()
+        self._watch.suspect()
         self._failures += 1
         self._end_failed(request, UnavailableError(error.message))
         if self._failures >= _MOST_FAILURES:

@@ -139,51 +139,33 @@ class RecentBlocks:
             self._on_change(CacheChanged(tuple(reversed(kept)), tuple(gone)))
 
 
-class ApproximatePrefixes(CachedPrefixes):
-    """Blocks of own requests, without I/O; arguments as those of `RecentBlocks`."""
-
-    def __init__(
-        self,
-        blocks: int,
-        block_tokens: int,
-        on_change: Callable[[CacheChanged], None],
-        *,
-        by_slot: bool = False,
-    ) -> None:
-        self._recent = RecentBlocks(blocks, block_tokens, on_change, by_slot=by_slot)
+class ApproximatePrefixes(RecentBlocks, CachedPrefixes):
+    """Blocks of own requests, without I/O."""
 
     @property
     def held_blocks(self) -> int:
         """Number of Baton's blocks that are cached."""
-        return len(self._recent)
+        return len(self)
 
     def cached_tokens(self, hashes: Sequence[bytes]) -> int:
         """Return the cached tokens of a prompt with these block hashes, in whole blocks."""
-        return len(self._recent.expected(hashes)) * BLOCK_TOKENS
+        return len(self.expected(hashes)) * BLOCK_TOKENS
 
     def sent(self, request: LiveRequest) -> None:
         """Note what is expected of a prompt, before others use the same blocks."""
-        request.expected = self._recent.expected(request.hashes)
+        request.expected = self.expected(request.hashes)
 
     def computed(self, request: LiveRequest) -> None:
         """Remember the blocks of a prompt."""
-        self._recent.use(request.hashes)
+        self.use(request.hashes)
 
     def responded(self, request: LiveRequest, choice: int, cached_tokens: int | None) -> None:
         """Remember the blocks of a response, and correct what was expected of the prompt's."""
         if cached_tokens is not None:
-            request.expected = self._recent.correct(request.expected, cached_tokens)
+            request.expected = self.correct(request.expected, cached_tokens)
         hashes = request.hashes
         parent = hashes[-1] if hashes else request.spec.hash_seed
         hashed = hashed_tokens(request.prompt, request.spec.images)
         behind = hashed[len(hashes) * BLOCK_TOKENS :]
         behind = [*behind, *request.emitted(choice), *request.generated.pop(choice, ())]
-        self._recent.use([*hashes, *block_names(parent, behind[:-1])])  # not the last token
-
-    def disable(self) -> None:
-        """Forget all blocks, and remember none from now on."""
-        self._recent.disable()
-
-    def erased(self) -> None:
-        """Forget all blocks."""
-        self._recent.erased()
+        self.use([*hashes, *block_names(parent, behind[:-1])])  # not the last token

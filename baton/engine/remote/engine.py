@@ -9,8 +9,8 @@ A subclass is for one kind of server: its paths, bodies and responses.
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Container, Coroutine, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from baton.engine.remote.cached_prefixes import CachedPrefixes
 from baton.engine.remote.http import HttpExchange, HttpOrigin
 from baton.engine.remote.live_request import LiveRequest, Parameters
 from baton.engine.remote.load import LoadMeter, SequenceProgress
+from baton.engine.remote.response import ResponseReader, error_in
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types import events as ev
 from baton.types.errors import BatonError, CancelledError_
@@ -29,26 +30,6 @@ from baton.types.images import hashed_tokens
 
 _SETTLE_S = 0.02
 _ERROR_BYTES = 1 << 20  # of a response with another status than 200
-
-
-class ResponseReader(Protocol):
-    """Parser of a streamed response.
-
-    Attributes:
-        finished: Whether the choice has its finish reason.
-        cached_tokens: Prompt tokens that were cached; None until the server reports them.
-    """
-
-    finished: bool
-    cached_tokens: int | None
-
-    def feed(self, data: bytes) -> list[ev.Tokens]:
-        """Return the tokens in received bytes.
-
-        Raises:
-            BatonError: The server ended the request with an error, or sent no response.
-        """
-        ...
 
 
 class RemoteEngine(ABC):
@@ -64,11 +45,15 @@ class RemoteEngine(ABC):
     Attributes:
         broken: Set to the reason if the server can serve no more requests.
         target: Path of requests.
+        kind: Name of such servers in errors.
+        refused: Codes of errors of a request.
         shares_blocks: Whether a block of several prompts is computed once.
         keeps_connections: Whether the server has a place for a connection without a request.
     """
 
     target = ""
+    kind = ""
+    refused: Container[object] = ()
     shares_blocks = True
     keeps_connections = True
 
@@ -107,12 +92,12 @@ class RemoteEngine(ABC):
         """Return the parser of the response for one choice."""
 
     @abstractmethod
-    def _error(self, body: bytes, status: int) -> BatonError:
-        """Return the error in a response with another status than 200."""
-
-    @abstractmethod
     async def _erase(self) -> bool:
         """Erase the server's whole cache; return whether it did."""
+
+    def _error(self, body: bytes, status: int) -> BatonError:
+        """Return the error in a response with another status than 200."""
+        return error_in(self.kind, body, self.refused, status)
 
     def _checked(
         self, request: LiveRequest, choice: int, reports: list[ev.Tokens]

@@ -10,13 +10,13 @@ What was cached when a prompt came may be evicted while it waits. So a prompt of
 expected to be cached is measured when the server has counted them, at the end of its response.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
 
+from baton.engine.core.batch_state import equal_blocks
 from baton.engine.remote.others import OtherLoad
 from baton.types.events import StepDone
 from baton.types.geometry import BLOCK_TOKENS, context_tokens
@@ -102,7 +102,7 @@ class LoadMeter:
     def submitted(self, request_id: str, choice: int, row: SequenceProgress) -> None:
         """Add a sequence that waits; what it shares with waiting ones is computed for them."""
         waiting = islice((other for other in self._rows.values() if not other.first_ns), _COMPARED)
-        shared = max((_shared_blocks(row.hashes, other.hashes) for other in waiting), default=0)
+        shared = max((equal_blocks(row.hashes, other.hashes) for other in waiting), default=0)
         row.cached_tokens = max(row.cached_tokens, shared * BLOCK_TOKENS)
         self._rows[request_id, choice] = row
 
@@ -301,9 +301,3 @@ def _measured(load: StepDone, prompts: Sequence[SequenceProgress], duration_ns: 
             context_tokens(row.prompt_tokens - row.uncached, row.prompt_tokens) for row in prompts
         ),
     )
-
-
-def _shared_blocks(hashes: Sequence[bytes], others: Sequence[bytes]) -> int:
-    """Return the number of equal leading blocks: a hash covers all blocks before it."""
-    most = min(len(hashes), len(others))
-    return bisect_left(range(most), True, key=lambda block: hashes[block] != others[block])

@@ -8,21 +8,20 @@ from functools import partial
 import msgspec
 
 from baton.engine.process import messages
-from baton.engine.process.adapter_cache import AdapterCache
+from baton.engine.process.adapter_cache import AdapterRequests
 from baton.engine.remote.http import HttpOrigin
 from baton.engine.vllm.protocol import adapter_model
 from baton.model.lora_artifact import read_adapter
 from baton.model.model_config import ModelConfig
 from baton.telemetry.tasks import BackgroundTasks
-from baton.types import events as ev
-from baton.types.errors import AdapterLoadError, BatonError, CancelledError_
+from baton.types.errors import AdapterLoadError, BatonError
 from baton.types.params import AdapterRef
 
 _MOST_RANK = 512  # of vLLM
 _LOAD_S = 120.0
 
 
-class VllmAdapters:
+class VllmAdapters(AdapterRequests):
     """Adapters of one vLLM, and the requests that wait for them.
 
     Args:
@@ -43,26 +42,17 @@ class VllmAdapters:
         begin: Callable[[messages.Submit], None],
         tasks: BackgroundTasks,
     ) -> None:
-        self._cache: AdapterCache[messages.Submit] = AdapterCache(most)
+        super().__init__(most, send)
         self._origin = origin
         self._config = config
-        self._send = send
         self._begin = begin
         self._tasks = tasks
-        self._names: dict[str, str] = {}
         self._turn = asyncio.Lock()  # vLLM loads and unloads in the order of the decisions
 
     def add(self, command: messages.Submit, ref: AdapterRef) -> None:
         """Start a request for an adapter as soon as that is loaded."""
         self._cache.add(command.request_id, ref, command)
         self._advance()
-
-    def cancel(self, command: messages.Cancel) -> bool:
-        """End a request that waits for its adapter; False if it does not wait."""
-        if not self._cache.drop(command.request_id):
-            return False
-        self._end(command.request_id, CancelledError_(command.reason or "cancelled"))
-        return True
 
     def ended(self, request_id: str) -> None:
         """Note the end of a request, which may have used an adapter."""
@@ -88,15 +78,7 @@ class VllmAdapters:
                 await self._call("load", {"lora_name": adapter_model(ref), "lora_path": ref.path})
         except BatonError as fault:
             error = AdapterLoadError(f"adapter {ref.name}: {fault.message}")
-        load_s = time.monotonic() - began_s
-        if error is None:
-            self._cache.loaded(ref.digest)
-            self._names[ref.digest] = ref.name
-            self._changed(ref, "loaded", load_s)
-        else:
-            for request_id in self._cache.failed(ref.digest):
-                self._end(request_id, error)
-            self._changed(ref, "failed", load_s)
+        self._note_load(ref, error, time.monotonic() - began_s)
         self._advance()
 
     async def _unload(self, digest: str) -> None:
@@ -108,15 +90,6 @@ class VllmAdapters:
     async def _call(self, verb: str, body: dict[str, str]) -> None:
         target = f"/v1/{verb}_lora_adapter"
         await self._origin.fetch("POST", target, _LOAD_S, msgspec.json.encode(body))
-
-    def _changed(self, ref: AdapterRef, what: str, load_s: float = 0.0) -> None:
-        held = self._cache.held
-        self._send(
-            ev.AdapterChanged(name=ref.name, digest=ref.digest, what=what, held=held, load_s=load_s)
-        )
-
-    def _end(self, request_id: str, error: BatonError) -> None:
-        self._send(ev.Ended(request_id, error.code, error.message))
 
 
 def _check(ref: AdapterRef, config: ModelConfig) -> None:

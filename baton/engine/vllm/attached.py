@@ -20,7 +20,6 @@ from baton.engine.remote.attached import (
     Endpoints,
     EngineDescription,
     ServerFacts,
-    ServerWatch,
     UnfitServerError,
     needs_key,
 )
@@ -160,43 +159,6 @@ def _number(origin: HttpOrigin, labels: dict[str, str], name: str) -> int:
     return int(value)
 
 
-async def examine(
-    origin: HttpOrigin, names: Sequence[str], *, adapters: bool, hand_off: str = ""
-) -> ServerFacts:
-    """Return the properties of a vLLM that has all that Baton needs, and that computes a token.
-
-    Args:
-        origin: The server.
-        names: Names of the model that it must serve.
-        adapters: Whether it must serve LoRA adapters.
-        hand_off: Way in which it must hand KV over; empty: it need not.
-
-    Raises:
-        UnavailableError: It does not respond, or is not healthy.
-        UnfitServerError: It lacks something; the message names the argument of ``vllm serve``.
-    """
-    await origin.fetch("GET", "/health", _ANSWER_S)
-    facts = await read_facts(origin, names)
-    if facts.block_tokens % BLOCK_TOKENS:
-        raise UnfitServerError(
-            f"{origin.name} has blocks of {facts.block_tokens} tokens: add `--block-size` with a "
-            f"multiple of {BLOCK_TOKENS} to its `vllm serve`"
-        )
-    if not await _serves(origin, protocol.GENERATE):
-        raise UnfitServerError(
-            f"{origin.name} ({facts.engine}) serves no {protocol.GENERATE}: add "
-            "`--enable-scale-out` to its `vllm serve`, which vLLM has since 0.32"
-        )
-    if adapters and not await _serves(origin, _LORA):
-        raise UnfitServerError(
-            f"{origin.name} loads no LoRA adapters: start its `vllm serve` with `--enable-lora` "
-            "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set `adapters: {max_loaded: 0}`"
-        )
-    salt = os.urandom(16).hex()
-    await _check_token(origin, facts, salt, _CHECKED_TOKENS, hands_over=bool(hand_off))
-    return facts
-
-
 async def _serves(origin: HttpOrigin, target: str) -> bool:
     """Return whether a server has a path for POST; it refuses a GET of such a path."""
     status, _, _ = await origin.ask("GET", target, _ANSWER_S)
@@ -281,15 +243,14 @@ class AttachedVllm(AttachedEngine, VllmEngine):
         model: "VllmServers",
         endpoints: Sequence[tuple[str, str]] = (),
     ) -> None:
-        self._watch = ServerWatch(origin, partial(read_facts, origin, model.names), facts)
         self._name = msgspec.json.encode(facts.model)
         own = numerics_of(facts, model.hand_off)
         prefixes = _prefixes(facts, own, endpoints, send)
-        control = _AttachedControl(origin, self._watch)
-        parts = VllmParts(origin, control, prefixes, NixlHandOff(facts.block_tokens))
+        hand_off = NixlHandOff(facts.block_tokens)
+        parts = VllmParts(origin, VllmControl(origin), prefixes, hand_off)
         super().__init__(send, parts, own, model.artifact.config, model.max_adapters)
-        one_step = facts.ranks == 1
-        self._vital(self._follow_others(partial(read_load, origin, one_step)), "load of others")
+        load = partial(read_load, origin, one_step=facts.ranks == 1)
+        self._look_after(facts, partial(read_facts, origin, model.names), load)
 
     def _named(self, body: bytes, spec: RequestSpec | None = None) -> bytes:
         """Return a body that a server of another model refuses."""
@@ -303,9 +264,6 @@ class AttachedVllm(AttachedEngine, VllmEngine):
             return False
         self._load_failed(request, why)
         return True
-
-    def _suspect(self) -> None:
-        self._watch.suspect()
 
     def _error(self, body: bytes, status: int) -> BatonError:
         """Return the error of the request, or of the server: a client has no part in its paths."""
@@ -332,9 +290,28 @@ class VllmServers:
     hand_off: str = ""
 
     async def examine(self, origin: HttpOrigin) -> ServerFacts:
-        """Return the properties of a vLLM that has all that Baton needs."""
-        wants_adapters = self.max_adapters > 0
-        return await examine(origin, self.names, adapters=wants_adapters, hand_off=self.hand_off)
+        """Return the properties of a vLLM that has all that Baton needs, and computes a token."""
+        await origin.fetch("GET", "/health", _ANSWER_S)
+        facts = await read_facts(origin, self.names)
+        if facts.block_tokens % BLOCK_TOKENS:
+            raise UnfitServerError(
+                f"{origin.name} has blocks of {facts.block_tokens} tokens: add `--block-size` with "
+                f"a multiple of {BLOCK_TOKENS} to its `vllm serve`"
+            )
+        if not await _serves(origin, protocol.GENERATE):
+            raise UnfitServerError(
+                f"{origin.name} ({facts.engine}) serves no {protocol.GENERATE}: add "
+                "`--enable-scale-out` to its `vllm serve`, which vLLM has since 0.32"
+            )
+        if self.max_adapters > 0 and not await _serves(origin, _LORA):
+            raise UnfitServerError(
+                f"{origin.name} loads no LoRA adapters: start its `vllm serve` with "
+                "`--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set "
+                "`adapters: {max_loaded: 0}`"
+            )
+        salt = os.urandom(16).hex()
+        await _check_token(origin, facts, salt, _CHECKED_TOKENS, hands_over=bool(self.hand_off))
+        return facts
 
     async def past_step(self, origin: HttpOrigin) -> StepDone | None:
         """Return a step at the speed of the prompts that a vLLM has computed; None: unknown."""
@@ -378,15 +355,6 @@ class VllmServers:
     ) -> AttachedEngine:
         """Return the engine of a server."""
         return AttachedVllm(send, origin, facts, self, endpoints)
-
-
-class _AttachedControl(VllmControl):
-    def __init__(self, origin: HttpOrigin, watch: ServerWatch) -> None:
-        super().__init__(origin)
-        self._watching = watch
-
-    async def watch(self, alive: Callable[[], None], dead: Callable[[str], None]) -> None:
-        await self._watching.watch(alive, dead)
 
 
 def _prefixes(

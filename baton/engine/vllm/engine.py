@@ -50,6 +50,8 @@ class VllmEngine(RemoteEngine):
     """
 
     target = protocol.GENERATE
+    kind = protocol.SERVER
+    refused = protocol.REFUSED
     is_attached = False
     """True for a server that Baton did not start."""
 
@@ -72,7 +74,8 @@ class VllmEngine(RemoteEngine):
         self._eos = config.eos_token_ids
         self._serves_adapters = max_adapters > 0
         self._adapters = VllmAdapters(max_adapters, origin, config, send, self._start, self._tasks)
-        self._vital(parts.control.watch(lambda: send(messages.Alive()), self._break), "health")
+        if not self.is_attached:
+            self._vital(parts.control.watch(lambda: send(messages.Alive()), self._break), "health")
 
     def show_tier(self, held: Callable[[], int], blocks: int) -> None:
         """Report the blocks in host memory, which has room for ``blocks``."""
@@ -98,9 +101,6 @@ class VllmEngine(RemoteEngine):
         if request.spec.images:
             stream.prompt = (*request.prompt, *request.emitted(choice))
         return stream
-
-    def _error(self, body: bytes, status: int) -> BatonError:
-        return protocol.error_in(body, status)
 
     async def _erase(self) -> bool:
         return await self._control.erase_cache()

@@ -19,29 +19,18 @@ from baton.types.errors import InternalError
 
 
 class NixlHandOff(HandOff):
-    """KV under a lease in a vLLM's memory, from which the other vLLM reads it."""
+    """KV under a lease in a vLLM's memory, from which the other vLLM reads it.
 
-    repeats = True
+    vLLM lets prompts wait for its memory, and frees it when the other vLLM has read it. It responds
+    when the KV is computed, and sends no reports.
+    """
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
 
-    def take(self, request: LiveRequest) -> bool:
-        """Return True: vLLM itself lets prompts wait for its memory."""
-        return True
-
-    def bind(self, request: LiveRequest) -> None:
-        """Do nothing: vLLM takes the memory when it loads the KV."""
-
-    def release(self, request: LiveRequest) -> None:
-        """Do nothing: vLLM frees its memory when the other vLLM has read it."""
-
     def to_save(self, request: LiveRequest, choice: int) -> Parameters:
         """Return the parameters of a prompt whose KV vLLM holds."""
         return {"do_remote_decode": True}
-
-    async def until_written(self, request: LiveRequest, response: bytes) -> None:
-        """Return at once: vLLM responds when the KV is computed."""
 
     def held(self, request: LiveRequest, returned: Parameters | None) -> Parameters:
         """Return the parameters, which are of the whole prompt."""
@@ -77,9 +66,6 @@ class NixlHandOff(HandOff):
         if len(request.prompt) % self._block_tokens:
             return choices
         return [_with_copy_of_last_block(parameters) for parameters in choices]
-
-    def close(self) -> None:
-        """Do nothing: vLLM sends no reports."""
 
 
 def _with_copy_of_last_block(parameters: Parameters) -> Parameters:

@@ -89,13 +89,13 @@ class EventOrder:
             self._held[number] = payload
             if number > self._next and self.missing_from is None:
                 self.missing_from = self._next
-        return self._ready()
+        return self.take_ready()
 
     def replayed(self, number: int, payload: bytes) -> list[bytes]:
         """Take a repeated batch, and return those that can be applied."""
         if number >= self._next:
             self._held[number] = payload
-        return self._ready()
+        return self.take_ready()
 
     def replay_ended(self) -> bool:
         """Note the end of a replay; return whether batches are lost, so the cache is unknown."""
@@ -107,9 +107,6 @@ class EventOrder:
 
     def take_ready(self) -> list[bytes]:
         """Return the batches that can be applied, in order."""
-        return self._ready()
-
-    def _ready(self) -> list[bytes]:
         ready = []
         while (payload := self._held.pop(self._next, None)) is not None:
             ready.append(payload)

@@ -13,6 +13,7 @@ import msgspec
 from baton.engine.core.model_runner import RunnerCapabilities
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.remote.live_request import Parameters
+from baton.engine.remote.response import ErrorBody, ResponseReader, error_of
 from baton.engine.vllm.images import prompt_fields
 from baton.types import events as ev
 from baton.types.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
@@ -20,6 +21,8 @@ from baton.types.params import AdapterRef, SampledToken, SamplingParams
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
+SERVER = "vLLM"
+REFUSED = range(400, 500)  # codes of errors of the request
 
 _ATTACHED = RunnerCapabilities(
     engine="attached vLLM servers", grammars=True, bad_words=False, adapters=True, images=True
@@ -28,7 +31,6 @@ _STARTED = RunnerCapabilities(
     engine="vLLM workers", grammars=True, prompt_logprobs=True, adapters=True, images=True
 )
 
-_EVENT_BYTES = 8 << 20  # of a stream; one token with 20 alternatives has about 2 KB
 _SEED_MASK = (1 << 63) - 1  # vLLM takes signed 64-bit seeds
 
 
@@ -73,13 +75,6 @@ class Usage(msgspec.Struct, frozen=True):
     """Tokens of a request."""
 
     prompt_tokens_details: PromptDetails | None = None
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """Error in a stream or in a response."""
-
-    message: str = ""
-    code: int | str | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -274,49 +269,27 @@ def sampling_params(
     return result
 
 
-class ChoiceStream:
+class ChoiceStream(ResponseReader):
     """Parser of the response to one ``generate_body``.
 
     Attributes:
-        generated: Tokens of the choice so far, those before a resumption included.
-        finished: Whether the choice has its finish reason.
-        cached_tokens: Prompt tokens that vLLM had cached; None until it reports them.
         prompt: Prompt that vLLM must have computed, if it reports one.
     """
 
     def __init__(self, request_id: str, choice: int, spec: RequestSpec, eos: Sequence[int]) -> None:
-        emitted = spec.emitted[choice] if spec.emitted else None
-        self.generated = len(emitted or ())
-        self.finished = False
-        self.cached_tokens: int | None = None
-        self._request_id = request_id
-        self._choice = choice
+        super().__init__(request_id, choice, spec)
         self.prompt: tuple[int, ...] = ()
-        self._alternatives = spec.params.logprobs
         self._ends = set(spec.params.stop_token_ids)
         if not spec.params.ignore_eos or spec.params.grammar:
             self._ends.update(eos)
-        self._buffer = b""
 
-    def feed(self, data: bytes) -> list[ev.Tokens]:
-        """Return the tokens in received bytes.
-
-        Raises:
-            BatonError: vLLM ended the request with an error.
-        """
-        *events, self._buffer = (self._buffer + data).split(b"\n\n")
-        if len(self._buffer) > _EVENT_BYTES:
-            raise InternalError(f"vLLM sent an event of more than {_EVENT_BYTES} bytes")
-        tokens: list[ev.Tokens] = []
-        for event in events:
-            payload = event.removeprefix(b"data: ")
-            if payload != b"[DONE]":
-                tokens += self._take(read_chunk(payload))
-        return tokens
-
-    def _take(self, chunk: Chunk) -> list[ev.Tokens]:
+    def _read(self, event: bytes) -> list[ev.Tokens]:
+        payload = event.removeprefix(b"data: ")
+        if payload == b"[DONE]":
+            return []
+        chunk = read_chunk(payload)
         if chunk.error is not None:
-            raise error_of(chunk.error, None)
+            raise error_of(SERVER, chunk.error, REFUSED)
         if chunk.cached_tokens is not None:
             self.cached_tokens = chunk.cached_tokens
         if chunk.prompt_token_ids not in (None, self.prompt):
@@ -335,20 +308,9 @@ class ChoiceStream:
         if reason == "stop" and ids and ids[-1] in self._ends:
             stop = ids[-1]
             ids = ids[:-1]
-        index = self.generated
-        self.generated += len(ids)
-        self.finished = bool(reason)
         content = choice.logprobs.content if choice.logprobs is not None else None
-        return ev.Tokens(
-            request_id=self._request_id,
-            choice=self._choice,
-            index=index,
-            tokens=tuple(
-                _sampled(n, token, content, self._alternatives) for n, token in enumerate(ids)
-            ),
-            finish_reason=reason,
-            stop_token=stop,
-        )
+        tokens = [_sampled(n, token, content, self._alternatives) for n, token in enumerate(ids)]
+        return self._new(tokens, reason, stop)
 
 
 def _sampled(
@@ -412,21 +374,3 @@ def read_chunk(payload: bytes) -> Chunk:
         return _decoder.decode(payload)
     except msgspec.DecodeError as error:
         raise InternalError(f"vLLM sent {payload[:200]!r}, which is not a chunk: {error}") from None
-
-
-def error_in(body: bytes, status: int) -> BatonError:
-    """Return the error of a response with another status than 200."""
-    try:
-        refused = read_chunk(body).error or ErrorBody(f"it answered with status {status}")
-    except InternalError:
-        text = body[:200].decode(errors="replace")
-        refused = ErrorBody(f"it answered with status {status}: {text}")
-    return error_of(refused, status)
-
-
-def error_of(error: ErrorBody, status: int | None) -> BatonError:
-    """Return the error that vLLM reports, as invalid request or as internal error."""
-    code = error.code if isinstance(error.code, int) else status
-    if code is not None and 400 <= code < 500:
-        return InvalidRequestError(f"vLLM refused the request: {error.message}")
-    return InternalError(f"vLLM failed: {error.message}")

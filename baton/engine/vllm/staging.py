@@ -27,6 +27,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -183,12 +184,7 @@ class Staging:
             rectangle for rectangle in rectangles if rectangle is not None
         ]
         if not request.published_pages and not request.published_part.end:
-            admitted = ev.Admitted(
-                request_id=request.submit.request_id,
-                cached_tokens=min(request.cached_tokens, len(request.prompt)),
-                queue_ns=0,
-                blocks=request.pages,
-            )
+            admitted = msgspec.structs.replace(request.admission(), blocks=request.pages)
             reports.insert(0, admitted)
         return reports
 

@@ -99,7 +99,7 @@ class Engine:
             self.mover.erase(copy.tags)
             return
         done = outcome or self.mover.move(copy)
-        self.core.copied(Copied(copy.number, done, BLOCK_NS), self.now_ns)
+        self.core.tiers.copied(Copied(copy.number, done, BLOCK_NS), self.now_ns)
         self.core.batch.check_integrity()
 
     def look(self) -> None:

@@ -116,7 +116,7 @@ class Worker:
 
     def step(self) -> bool:
         plan = self.core.plan(0)
-        events: list[ev.Event] = self.core.take_admissions()
+        events: list[ev.Event] = self.core.batch.take_events()
         publications = self.core.publications(plan)
 
         def publish(done: int) -> None:
@@ -132,7 +132,7 @@ class Worker:
         for event in events:
             self.take(event)
         for copy in self.core.take_copies(0):
-            self.core.copied(Copied(copy.number, self.mover.move(copy), 1), 0)
+            self.core.tiers.copied(Copied(copy.number, self.mover.move(copy), 1), 0)
             self.counts["restored"] += copy.target == "pool"
         self.check_cached()
         return bool(plan.rows)

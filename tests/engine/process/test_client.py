@@ -32,7 +32,7 @@ async def test_an_engine_that_loads_long_is_waited_for_as_long_as_it_says_someth
     waiting = asyncio.create_task(inbox.until_ready(1.0))
     for _ in range(6):
         await asyncio.sleep(0.25)
-        inbox.dispatch([messages.LoadProgress("convert weights: 10 %")])
+        inbox.feed(messages.frame([messages.LoadProgress("convert weights: 10 %")]))
     assert not waiting.done()
     with pytest.raises(InternalError, match="no report from the loading engine"):
         await asyncio.wait_for(waiting, 10.0)

@@ -9,7 +9,7 @@ import pytest
 from baton.engine.process.step_rates import StepRates
 from baton.engine.remote.attached import UnfitServerError
 from baton.engine.remote.http import HttpOrigin
-from baton.engine.vllm.attached import ModelCard, VllmServers, _served, examine
+from baton.engine.vllm.attached import ModelCard, VllmServers, _served
 from baton.engine.vllm.metrics_page import past_step, server_load
 from baton.types.errors import UnavailableError
 from benchmarks.emulated_vllm import GENERATE, EmulatedServer, Emulation
@@ -20,9 +20,9 @@ LIKE = Emulation(model="org/smol", root="/models/smol")
 async def examined(emulation: Emulation, key: str = "", **more: object):  # type: ignore[no-untyped-def]
     server = EmulatedServer(emulation)
     url = await server.start()
-    options = {"names": ["smol"], "adapters": False, **more}
+    options = {"names": ["smol"], "artifact": None, **more}
     try:
-        return await examine(HttpOrigin.of_url(url, key), **options)  # type: ignore[arg-type]
+        return await VllmServers(**options).examine(HttpOrigin.of_url(url, key))  # type: ignore[arg-type]
     finally:
         await server.stop()
 
@@ -63,7 +63,7 @@ async def test_what_a_server_lacks_is_named(changes: dict[str, object], named: s
 
 async def test_adapters_need_a_server_that_loads_them() -> None:
     with pytest.raises(UnfitServerError, match="--enable-lora"):
-        await examined(LIKE, adapters=True)
+        await examined(LIKE, max_adapters=1)
 
 
 async def test_a_server_without_a_prefix_cache_has_no_blocks() -> None:
