@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
@@ -97,6 +98,9 @@ def own_certificate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLCon
     return context
 
 
+RESET = b"the connection is reset amid the work"
+
+
 class Served:
     """A server that counts connections and requests, and sends one answer after another."""
 
@@ -131,6 +135,13 @@ class Served:
                 await reader.readuntil(b"\r\n\r\n")
                 answer = self._answers[min(self.requests, len(self._answers) - 1)]
                 self.requests += 1
+                if answer == RESET:
+                    await asyncio.sleep(0.2)
+                    linger = struct.pack("ii", 1, 0)
+                    kept = writer.get_extra_info("socket")
+                    kept.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                    writer.transport.abort()
+                    return
                 if not answer:
                     break
                 writer.write(answer)
@@ -286,6 +297,18 @@ async def test_a_request_is_sent_once_more_if_its_connection_was_closed_before_i
         served.drop()
         assert await response(origin) == (200 if body else 0, bool(body), body)
         assert (served.connections, served.requests) == (2, 2)
+
+
+async def test_a_request_whose_work_has_begun_is_not_sent_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server read it, and its connection was reset later."""
+    monkeypatch.setattr(http, "_UNREAD_S", 0.1)
+    served = Served(YES, RESET)
+    async with served.running() as origin:
+        await response(origin)
+        assert await response(origin) == (0, False, b"")
+        assert (served.connections, served.requests) == (1, 2)
 
 
 async def test_a_request_that_was_cancelled_is_not_sent_once_more() -> None:

@@ -1,20 +1,28 @@
 """Life of an attached server: where it connects to, beside kinds of servers that only note it."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.config.load import load_config
 from baton.engine.remote.attached import ServerFacts, UnfitServerError
 from baton.engine.remote.http import HttpOrigin
+from baton.registry.redis_store import Registry
+from baton.registry.types import WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.attached.attachment import Attachment
 from fleet.attached.process import AttachedSettings, LaneServers
 from fleet.attached.sources import ServerSource, entry_of
+from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools.resources import ControllerSpec
 from tests.fleet.attached.test_sources import servers_of
+from tests.registry.conftest import redis_server
+
+__all__ = ["redis_server"]
 
 
 class Noting:
@@ -34,7 +42,7 @@ class Raising(Noting):
     """Kind whose servers raise what nobody has thought of, with characters of a terminal."""
 
     async def examine(self, origin: HttpOrigin) -> ServerFacts:
-        raise ImportError("no \x1b[2Jmodule\nat all")
+        raise ImportError("no \x1b[2Jmodule\nat all" + 10_000 * "!")
 
 
 async def test_an_unexpected_error_is_shown_and_does_not_end_the_attachment() -> None:
@@ -46,11 +54,21 @@ async def test_an_unexpected_error_is_shown_and_does_not_end_the_attachment() ->
     running = asyncio.create_task(one.run())
     async with asyncio.timeout(10):
         await changed.wait()
-        assert (one.phase, one.reason) == ("unfit", "ImportError: no  [2Jmodule at all")
+        assert one.phase == "unfit" and len(one.reason) < 1000
+        assert one.reason.startswith("ImportError: no  [2Jmodule at all!")
         assert not running.done()
         one.leave()
         await running
     server.close()
+
+
+async def test_a_missing_key_file_takes_no_key_from_a_server_that_works() -> None:
+    one = attachment_of("http://localhost:1", Noting(), asyncio.Event())
+    assert one.takes(msgspec.structs.replace(one.entry, key="secret"))
+    assert one.takes(msgspec.structs.replace(one.entry, key="", problem="there is no file"))
+    assert one._origin.key == "secret"
+    assert one.takes(msgspec.structs.replace(one.entry, key="next", problem=""))
+    assert one._origin.key == "next"
 
 
 def attachment_of(url: str, kind: Any, changed: asyncio.Event) -> Attachment:
@@ -93,22 +111,26 @@ async def test_a_server_that_takes_no_connection_is_absent_with_the_reason() -> 
     assert kind.seen.empty()
 
 
-async def test_a_list_without_servers_is_shown_while_the_fleet_starts(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It was only in a log, and `baton up` waited without a reason."""
-    file = tmp_path / "fleet.yaml"
-    servers = '{dns: "http://no-such-service.invalid:8000"}'
+def lane_of(folder: Path, servers: str, redis_url: str) -> LaneServers:
+    file = folder / "fleet.yaml"
     pools = f"{{engine: vllm, vllm: {{servers: {servers}}}}}"
-    file.write_text(f"model: /m\nnumerics: fast\npools: {pools}\n")
+    file.write_text(f"fleet: test\nmodel: /m\nnumerics: fast\npools: {pools}\n")
     config = load_config(file)
     assert config.pools.servers is not None
     source = ServerSource(config.pools.servers)
-    url = "redis://127.0.0.1:1"
-    spec = ControllerSpec(config_json="", redis_url=url, fleet_token="", host="", log_dir="")
+    spec = ControllerSpec(config_json="", redis_url=redis_url, fleet_token="", host="", log_dir="")
     kind: Any = Noting()
-    settings = AttachedSettings(spec=spec)
-    lane = LaneServers(config, kind, source, settings, BackgroundTasks("test"))
+    return LaneServers(config, kind, source, AttachedSettings(spec=spec), BackgroundTasks("test"))
+
+
+async def test_a_list_without_servers_is_shown_while_the_fleet_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was only in a log, and `baton up` waited without a reason. A signal may end each write."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:50]))
+    servers = '{dns: "http://no-such-service.invalid:8000"}'
+    lane = lane_of(tmp_path, servers, "redis://127.0.0.1:1")
     following = asyncio.create_task(lane.follow())
     shown = ""
     async with asyncio.timeout(10):
@@ -118,3 +140,27 @@ async def test_a_list_without_servers_is_shown_while_the_fleet_starts(
     following.cancel()
     assert '"worker_id":"list"' in shown
     assert '"reason":"the list of servers is empty"' in shown
+
+
+async def test_epochs_go_on_behind_those_of_a_process_that_was_killed(
+    tmp_path: Path, redis_server: EmbeddedRedis
+) -> None:
+    """Routers would take its next workers for older ones, and use none of them."""
+    registry = Registry(redis_server.url, "test")
+    past = WorkerRecord(worker_id="worker-0", role="decode", state="ready", epoch=7)
+    await registry.write_slots([past])
+    lane = lane_of(tmp_path, "[http://127.0.0.1:1]", redis_server.url)
+    running = [asyncio.create_task(work()) for work in (lane.follow, lane.publish)]
+    record = past
+    async with asyncio.timeout(10):
+        while record.state == "ready":
+            await asyncio.sleep(0.05)
+            record = (await registry.records())[0]["worker-0"]
+    for task in running:
+        task.cancel()
+    await lane.leave(at_once=True)
+    await lane._registry.close()
+    await registry.close()
+    (entry,) = lane._listed.values()
+    assert record.epoch == past.epoch
+    assert lane._worker(entry.name, entry).epoch == past.epoch + 1
