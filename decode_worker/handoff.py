@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from batonpb import decode_pb2
 from batonpb import prefill_pb2 as pb
@@ -64,8 +63,8 @@ class TransferFigures:
     skip_blocks: int
 
 
-class HandoffListener(Protocol):
-    """Owner of the request that a hand-off is for."""
+class HandoffListener:
+    """Owner of the request that a hand-off is for; it need not handle everything."""
 
     def on_first_tokens(self, first: FirstTokens) -> None:
         """Handle the first tokens. Called once, even if several prefill workers send them."""

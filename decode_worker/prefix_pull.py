@@ -24,7 +24,7 @@ from baton.types.errors import BatonError
 from baton.types.geometry import BLOCK_TOKENS, TOKEN_BYTES
 from baton.wire.submission import prefix_request_id, submit_from_wire
 from baton.wire.tokens import count_tokens, pack_tokens
-from decode_worker.handoff import FirstTokens, ReceivedHandoff
+from decode_worker.handoff import HandoffListener, ReceivedHandoff
 from decode_worker.parts import WorkerParts
 
 _LOG = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _LOOK_AGAIN_S = 0.1
 _BUDGET_S = 2.0  # on top of it: a busy engine reads commands between two steps
 
 
-class _Link:
+class _Link(HandoffListener):
     def __init__(
         self, submission: decode_pb2.Submission, parts: WorkerParts, on_end: Callable[[int], None]
     ) -> None:
@@ -112,20 +112,11 @@ class _Link:
             return
         self._finish((self._blocks - figures.skip_blocks) * BLOCK_TOKENS)
 
-    def on_first_tokens(self, first: FirstTokens) -> None:
-        """Do nothing: a prompt without a response has no first tokens."""
-
     def on_peer_needed(
         self, failed: decode_pb2.PrefillTarget, error: BatonError, peer_died: bool
     ) -> None:
         _LOG.info("no prefix from worker=%s: %s", failed.worker_id, error.message)
         self._give_up("refused")
-
-    def on_peer_still_needed(self) -> None:
-        """Do nothing: the pull was given up."""
-
-    def on_committed(self, payload_bytes: int) -> None:
-        """Do nothing: the engine ends the request next."""
 
     def on_drained(self) -> None:
         self._parts.engine.client.send(messages.Cancel(self._engine_id))

@@ -17,13 +17,13 @@ from baton.types.params import SampledToken, finish_reason
 from baton.wire.codecs import error_from_wire, error_to_wire, sampling_from_wire
 from baton.wire.submission import replace_prefix, submit_from_wire
 from baton.wire.tokens import count_tokens, unpack_tokens
-from decode_worker.handoff import FirstTokens, ReceivedHandoff
+from decode_worker.handoff import FirstTokens, HandoffListener, ReceivedHandoff
 from decode_worker.parts import WorkerParts
 from decode_worker.prefix_pull import PrefixPull, begin_pull
 from decode_worker.session import RouterSession
 
 
-class DecodeRequest:
+class DecodeRequest(HandoffListener):
     """Drives engine and hand-off for one submission and reports to its router."""
 
     def __init__(

@@ -19,6 +19,8 @@ from typing import Any
 
 from baton.model.artifact import ModelConfig, ModelError
 from baton.model.safetensors_file import SafetensorsFile
+from baton.types.errors import AdapterLoadError
+from baton.types.params import AdapterRef
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -85,11 +87,6 @@ class AdapterArtifact:
     weights: tuple[LowRank, ...]
 
     @property
-    def weights_file(self) -> Path:
-        """Path of the safetensors file."""
-        return self.path / WEIGHTS_FILE
-
-    @property
     def targets(self) -> tuple[str, ...]:
         """Names of the projections changed in any layer."""
         adapted = {part.target for part in self.weights}
@@ -121,6 +118,24 @@ def read_adapter(path: str | Path, config: ModelConfig, max_rank: int) -> Adapte
         return _checked(Path(path).expanduser(), config, max_rank)
     except (OSError, RuntimeError, OverflowError) as error:  # no permission, unknown user, …
         raise AdapterError(f"{str(path)[:200]}: cannot be read ({error})") from error
+
+
+def read_same(ref: AdapterRef, config: ModelConfig, max_rank: int) -> AdapterArtifact:
+    """Read an adapter that the router has read.
+
+    Raises:
+        AdapterLoadError: It does not fit, or has another digest.
+    """
+    try:
+        artifact = read_adapter(ref.path, config, max_rank)
+    except AdapterError as error:
+        raise AdapterLoadError(f"adapter {ref.name}: {error}") from error
+    if artifact.digest.hex() != ref.digest:
+        raise AdapterLoadError(
+            f"adapter {ref.name}: {ref.path} has changed since it was loaded (digest "
+            f"{artifact.digest.hex()}, not {ref.digest}); unload it and load it again"
+        )
+    return artifact
 
 
 def _checked(folder: Path, config: ModelConfig, max_rank: int) -> AdapterArtifact:

@@ -58,7 +58,7 @@ class FleetToken:
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Metadata of a call to a worker."""
-        return token_metadata(self.shown)
+        return ((TOKEN_KEY, self.shown),)
 
     def accepts(self, shown: str) -> bool:
         """Return whether ``shown`` is a valid token, comparing in constant time with each."""
@@ -67,11 +67,6 @@ class FleetToken:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.accepted)} valid)"
-
-
-def token_metadata(fleet_token: str) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of a call to a worker."""
-    return ((TOKEN_KEY, fleet_token),)
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):

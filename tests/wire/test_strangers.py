@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from batonpb import decode_pb2_grpc
 
-from baton.wire.fleet_token import FleetToken, TokenInterceptor, token_metadata
+from baton.wire.fleet_token import FleetToken, TokenInterceptor
 from baton.wire.grpc_options import NO_PROXY, SERVER_OPTIONS, listen
 
 MESSAGE_BYTES = 15 << 20
@@ -75,7 +75,7 @@ class Passed:
 
 
 @pytest.mark.parametrize("method", [SUBMIT, SERVE, "/baton.v1.Decode/Nothing"])
-@pytest.mark.parametrize("metadata", [(), token_metadata("wrong")])
+@pytest.mark.parametrize("metadata", [(), FleetToken("wrong").metadata])
 async def test_messages_are_refused_unread(method: str, metadata: Any) -> None:
     sending = [("grpc.max_send_message_length", 2 * MESSAGE_BYTES), NO_PROXY]
     message = bytes(MESSAGE_BYTES)

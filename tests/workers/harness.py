@@ -16,7 +16,7 @@ from baton.registry.types import WorkerRecord
 from baton.types.prompt_outputs import PromptLogprobsIntake
 from baton.wire import codecs
 from baton.wire.capability import sign
-from baton.wire.fleet_token import FleetToken, token_metadata
+from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_options import open_channel
 from baton.wire.submission import prefix_request_id
 from baton.wire.tls import FleetTls
@@ -156,7 +156,7 @@ class MiniRouter:
         self.lost = ""
         self._channel = open_channel(self.worker.record.address, self.tls)
         stub = decode_pb2_grpc.DecodeStub(self._channel)
-        self.call = stub.Serve(metadata=token_metadata(TOKEN))
+        self.call = stub.Serve(metadata=FleetToken(TOKEN).metadata)
         hello = pb.Hello(router_id=self.router_id, wire=common_pb2.WireRange(min=2, max=2))
         await self.send(hello=hello)
         self._tasks = [
@@ -214,7 +214,7 @@ class MiniRouter:
     async def submit_alone(self, submission: pb.Submission) -> None:
         """The unary call for long prompts."""
         stub = decode_pb2_grpc.DecodeStub(self._channel)
-        await stub.Submit(submission, metadata=token_metadata(TOKEN))
+        await stub.Submit(submission, metadata=FleetToken(TOKEN).metadata)
 
     async def ended(self, name: str, timeout_s: float = 20.0) -> pb.RequestEnd:
         await self.until(lambda: name in self.ends, timeout_s)

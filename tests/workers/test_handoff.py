@@ -17,7 +17,7 @@ from batonpb.prefill_pb2 import PrefillAccepted, PrefillEvent, Published
 
 from baton.types import events as ev
 from baton.types.geometry import KvGeometry
-from baton.wire.fleet_token import token_metadata
+from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_options import open_channel
 from baton.wire.tokens import pack_tokens, unpack_tokens
 from decode_worker.handoff import ReceivedHandoff
@@ -364,7 +364,7 @@ async def test_calls_without_the_fleet_token_are_refused():
     async with workers("decode-0") as (decode,):
         channel = open_channel(decode.record.address)
         stub = decode_pb2_grpc.DecodeStub(channel)
-        for metadata in ((), token_metadata("wrong")):
+        for metadata in ((), FleetToken("wrong").metadata):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Submit(pb.Submission(), metadata=metadata)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -375,7 +375,7 @@ async def test_garbage_on_the_stream_harms_nobody_else():
     async with workers("decode-0") as (decode,), routed(decode) as router:
         channel = open_channel(decode.record.address)
         raw = channel.stream_stream("/baton.v1.Decode/Serve")
-        call = raw(metadata=token_metadata(TOKEN))
+        call = raw(metadata=FleetToken(TOKEN).metadata)
         await call.write(b"\xff\xff\xff not a frame")
         with pytest.raises(grpc.aio.AioRpcError):
             while await call.read() is not grpc.aio.EOF:

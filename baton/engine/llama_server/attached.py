@@ -15,6 +15,7 @@ from baton.engine.core.sequence import RequestSpec
 from baton.engine.llama_server import protocol
 from baton.engine.llama_server.pieces import TokenPieces
 from baton.engine.llama_server.protocol import CompletionStream
+from baton.engine.loading.memory import kv_geometry
 from baton.engine.process import messages
 from baton.engine.remote.attached import (
     AttachedEngine,
@@ -33,7 +34,7 @@ from baton.engine.remote.response import ResponseReader
 from baton.model.artifact import ModelArtifact
 from baton.text.tokenizer import load_tokenizer
 from baton.types.errors import BatonError, UnavailableError
-from baton.types.geometry import BLOCK_TOKENS, KvGeometry
+from baton.types.geometry import BLOCK_TOKENS
 
 _ANSWER_S = 5.0
 _CHECK_S = 30.0  # for one token, the queue of a busy server included
@@ -224,14 +225,7 @@ class LlamaServers(ServerKind):
 
     def describe(self, facts: ServerFacts) -> EngineDescription:
         """Return the properties with which its worker is registered."""
-        config = self.artifact.config
-        geometry = KvGeometry(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            num_blocks=facts.blocks,
-            dtype="fp16",
-        )
+        geometry = kv_geometry(self.artifact.config, "fp16", facts.blocks)
         return EngineDescription(f"{facts.engine}/{facts.model}", geometry)
 
     def engine(

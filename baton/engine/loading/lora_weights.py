@@ -14,7 +14,6 @@ The model computes q, k, v in one product and gate, up in another. Their ``A`` a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -22,10 +21,10 @@ from baton.engine.loading.safetensors_data import read_rows
 from baton.engine.models.lora import PRODUCTS
 from baton.engine.models.rope import pair_rows
 from baton.model.lora_artifact import (
+    WEIGHTS_FILE,
     AdapterArtifact,
-    AdapterError,
     LowRank,
-    read_adapter,
+    read_same,
     target_shapes,
 )
 from baton.model.model_config import ModelConfig
@@ -63,15 +62,7 @@ def read_lora_weights(
     Raises:
         AdapterLoadError: The adapter does not fit, contains NaN or Inf, or has another digest.
     """
-    try:
-        artifact = read_adapter(Path(ref.path), config, max_rank)
-    except AdapterError as error:
-        raise AdapterLoadError(f"adapter {ref.name}: {error}") from error
-    if artifact.digest.hex() != ref.digest:
-        raise AdapterLoadError(
-            f"adapter {ref.name}: {ref.path} has changed since it was loaded (digest "
-            f"{artifact.digest.hex()}, not {ref.digest}); unload it and load it again"
-        )
+    artifact = read_same(ref, config, max_rank)
     weights = _read_file(ref, artifact)
     parts_by_target = {(part.layer, part.target): part for part in artifact.weights}
     for layer in sorted({part.layer for part in artifact.weights}):
@@ -83,7 +74,7 @@ def read_lora_weights(
 
 def _read_file(ref: AdapterRef, artifact: AdapterArtifact) -> dict[str, torch.Tensor]:
     try:
-        with SafetensorsFile(artifact.weights_file) as file:
+        with SafetensorsFile(artifact.path / WEIGHTS_FILE) as file:
             weights = {name: read_rows(tensor).float() for name, tensor in file.tensors.items()}
     except (ValueError, OSError) as error:
         raise AdapterLoadError(f"adapter {ref.name}: cannot be read ({error})") from error

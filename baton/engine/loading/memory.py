@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 from baton.control_groups import free_memory_bytes
 from baton.engine.core.sequence import blocks_for
-from baton.engine.core.split import Split, rank_geometries
+from baton.engine.core.split import rank_geometries
 from baton.engine.models.families import weight_table
-from baton.engine.models.split import splits_of
+from baton.engine.models.split import local_config, splits_of
 from baton.engine.settings import EngineSettings
 from baton.model.artifact import resolve_model
 from baton.model.model_config import ModelConfig, ModelError
@@ -128,7 +128,7 @@ class EngineShape:
         """Return the shapes of the ranks' parts."""
         if self.ranks == 1:
             return [self.config]
-        return [_local(self.config, split) for split in splits_of(self.config, self.ranks)]
+        return [local_config(self.config, split) for split in splits_of(self.config, self.ranks)]
 
 
 def footprint(engine: EngineShape) -> Footprint:
@@ -199,15 +199,6 @@ def _loading(engine: EngineShape) -> int:
     first_of_all = _head(engine) + _LOADING_BYTES - _layers(engine)
     selftest = 3 * size * head_values if engine.ranks > 1 and engine.numerics == "exact" else 0
     return max(last_layer, first_of_all, selftest)
-
-
-def _local(config: ModelConfig, split: Split) -> ModelConfig:
-    return replace(
-        config,
-        num_heads=len(split.heads),
-        num_kv_heads=len(split.kv_heads),
-        intermediate_size=len(split.feed),
-    )
 
 
 def _rank_layers(c: ModelConfig, engine: EngineShape) -> int:

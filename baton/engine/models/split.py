@@ -1,7 +1,19 @@
 """Tensor-parallel division of a model."""
 
+from dataclasses import replace
+
 from baton.engine.core.split import Split, splits
 from baton.model.model_config import ModelConfig, ModelError
+
+
+def local_config(config: ModelConfig, split: Split) -> ModelConfig:
+    """Return the numbers of one rank's part of a model."""
+    return replace(
+        config,
+        num_heads=len(split.heads),
+        num_kv_heads=len(split.kv_heads),
+        intermediate_size=len(split.feed),
+    )
 
 
 def splits_of(config: ModelConfig, ranks: int) -> list[Split]:

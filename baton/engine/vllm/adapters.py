@@ -11,7 +11,7 @@ from baton.engine.process import messages
 from baton.engine.process.adapter_cache import AdapterRequests
 from baton.engine.remote.http import HttpOrigin
 from baton.engine.vllm.protocol import adapter_model
-from baton.model.lora_artifact import read_adapter
+from baton.model.lora_artifact import read_same
 from baton.model.model_config import ModelConfig
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import AdapterLoadError, BatonError
@@ -73,9 +73,11 @@ class VllmAdapters(AdapterRequests):
         error: BatonError | None = None
         try:
             async with self._turn:
-                check = partial(_check, ref, self._config)
+                check = partial(read_same, ref, self._config, _MOST_RANK)
                 await asyncio.get_running_loop().run_in_executor(None, check)
                 await self._call("load", {"lora_name": adapter_model(ref), "lora_path": ref.path})
+        except AdapterLoadError as fault:
+            error = fault
         except BatonError as fault:
             error = AdapterLoadError(f"adapter {ref.name}: {fault.message}")
         self._note_load(ref, error, time.monotonic() - began_s)
@@ -90,17 +92,3 @@ class VllmAdapters(AdapterRequests):
     async def _call(self, verb: str, body: dict[str, str]) -> None:
         target = f"/v1/{verb}_lora_adapter"
         await self._origin.fetch("POST", target, _LOAD_S, msgspec.json.encode(body))
-
-
-def _check(ref: AdapterRef, config: ModelConfig) -> None:
-    """Check that the adapter's files are those that the router has read.
-
-    Raises:
-        BatonError: They are not, or do not fit the model.
-    """
-    digest = read_adapter(ref.path, config, _MOST_RANK).digest.hex()
-    if digest != ref.digest:
-        raise AdapterLoadError(
-            f"{ref.path} has changed since it was loaded (digest {digest}, not {ref.digest}); "
-            "unload it and load it again"
-        )

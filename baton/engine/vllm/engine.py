@@ -238,7 +238,8 @@ class VllmEngine(RemoteEngine):
     async def _fill(self, request: LiveRequest, parameters: Parameters) -> None:
         """Let vLLM load a prefix into its cache, without a response behind it."""
         request_id = request.submit.request_id
-        body = protocol.prefix_body(request_id, request.prompt, request.spec, parameters)
+        prompt = [*request.prompt, request.prompt[-1]]
+        body = protocol.one_token_body(request_id, prompt, request.spec, parameters)
         error: BatonError | None = None
         try:
             body = self._named(body, request.spec)
@@ -327,7 +328,8 @@ class VllmEngine(RemoteEngine):
         spec = request.spec
         wanted = self._hand_off.to_save(request, choice) if spec.params.max_tokens > 1 else None
         if spec.kind is Kind.HELD and wanted is not None:
-            body = protocol.prefix_body(request_id, request.prompt, spec, wanted)
+            prompt = [*request.prompt, request.prompt[-1]]
+            body = protocol.one_token_body(request_id, prompt, spec, wanted)
         else:
             of = request.prompt, spec, choice, self._eos, wanted
             body = protocol.prefill_body(request_id, *of)

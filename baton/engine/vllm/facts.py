@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from baton.engine.loading.memory import kv_geometry
 from baton.model.artifact import ModelArtifact
 from baton.types.errors import InternalError
 from baton.types.geometry import BLOCK_TOKENS, KvGeometry
@@ -62,13 +63,7 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
                 f"vLLM's block size is {self.block_tokens}, which is not a multiple of "
                 f"{BLOCK_TOKENS}: set `--block-size` in pools.vllm.args"
             )
-        return KvGeometry(
-            num_layers=artifact.config.num_layers,
-            num_kv_heads=artifact.config.num_kv_heads,
-            head_dim=artifact.config.head_dim,
-            num_blocks=self.pool_blocks,
-            dtype=self.kv_dtype,
-        )
+        return kv_geometry(artifact.config, self.kv_dtype, self.pool_blocks)
 
 
 def hand_off_id(kind: str, block_tokens: int, width: int) -> str:

@@ -193,16 +193,6 @@ def prefill_body(
     return msgspec.json.encode(body)
 
 
-def prefix_body(
-    request_id: str, prefix: Sequence[int], spec: RequestSpec, transfer: Parameters
-) -> bytes:
-    """Return the JSON body that moves the KV of a prefix.
-
-    vLLM takes no request without a token to compute; any one behind the prefix will do.
-    """
-    return one_token_body(request_id, [*prefix, prefix[-1]], spec, transfer)
-
-
 def one_token_body(
     request_id: str,
     prompt: Sequence[int],
@@ -210,7 +200,10 @@ def one_token_body(
     transfer: Parameters | None = None,
     **sampling: int,
 ) -> bytes:
-    """Return the JSON body of a request for what vLLM does to compute one token of any choice."""
+    """Return the JSON body of a request for what vLLM does to compute one token of any choice.
+
+    vLLM takes no request without a token to compute; to move the KV of a prefix, add any one.
+    """
     body = {
         "request_id": f"{request_id}/0",
         **prompt_fields(prompt, spec.images),

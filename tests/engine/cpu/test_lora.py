@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def merged(base: dict[str, torch.Tensor], artifact: AdapterArtifact) -> dict[str, torch.Tensor]:
     """``W + scale * B A``, in the names of Hugging Face."""
-    found, lora = dict(base), load_file(artifact.weights_file)
+    found, lora = dict(base), load_file(artifact.path / "adapter_model.safetensors")
     for part in artifact.weights:
         name = f"model.layers.{part.layer}.{module_of(part.target)}.{part.target}.weight"
         found[name] = found[name] + part.scale * (lora[part.b_name] @ lora[part.a_name])

@@ -20,7 +20,6 @@ The leader has the embedding table and broadcasts the rows of a step; ranks need
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -58,7 +57,7 @@ from baton.engine.cpu.parallel.rank_processes import (
     Started,
     WeightsLoaded,
 )
-from baton.engine.models.split import splits_of
+from baton.engine.models.split import local_config, splits_of
 from baton.model.artifact import ModelConfig
 from baton.types.geometry import KvGeometry
 from baton.types.params import AdapterRef
@@ -209,12 +208,7 @@ class Shard:
 
     def local(self, config: ModelConfig) -> ModelConfig:
         """Return the numbers of this rank's part."""
-        return replace(
-            config,
-            num_heads=len(self.split.heads),
-            num_kv_heads=len(self.split.kv_heads),
-            intermediate_size=len(self.split.feed),
-        )
+        return local_config(config, self.split)
 
     def held(self, geometry: KvGeometry) -> KvGeometry:
         """Return the pool that this rank writes: all of it, or its own heads."""
