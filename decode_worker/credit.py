@@ -232,10 +232,6 @@ class ReceiveCredit:
         urgent_ns, _ = patient
         return min(urgent_ns, now_ns + round(1 - self._saved_cpu_ns / self._cpu_share))
 
-    def bytes_per_s(self, peer: str) -> float:
-        """Return the receive rate of a peer's KV while responses are generated; 0 for no limit."""
-        return self._cpu_share / self._cost(peer).value * 1e9
-
     def _next(self, now_ns: int) -> int | None:
         """Return the demand of the next frame, if it need not wait for CPU time."""
         first = self._by_tag.first()

@@ -8,7 +8,7 @@ After ``close`` the listener gets no more events of this stream.
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -19,11 +19,21 @@ from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.tasks import BackgroundTasks
 from decode_worker.peers import ControlCall, PeerGoneError, PeerRefusedError, Peers
 
-if TYPE_CHECKING:
-    from decode_worker.handoff import ReceivedHandoff
-
 HEARTBEAT_S = 0.5
 SILENCE_S = 3.0  # a prefill worker sends something at least every HEARTBEAT_S
+
+
+class StreamListener(Protocol):
+    """Receiver of a prefill worker's events."""
+
+    def on_event(self, event: pb.PrefillEvent) -> None:
+        """Handle an event of the prefill worker."""
+
+    def on_stream_lost(self, peer_gone: bool, reason: str) -> None:
+        """Handle a lost stream; ``peer_gone``: the incarnation has ended, too."""
+
+    def on_refused(self, reason: str) -> None:
+        """Handle a refusal of the prefill worker, which is not known to be dead."""
 
 
 class PrefillStream:
@@ -34,7 +44,7 @@ class PrefillStream:
         target: PrefillTarget,
         start: pb.PrefillStart,
         peers: Peers,
-        listener: "ReceivedHandoff",
+        listener: StreamListener,
         tasks: BackgroundTasks,
     ) -> None:
         self._target = target

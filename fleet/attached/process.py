@@ -44,11 +44,9 @@ _LINE_BYTES = 16 << 20
 _COMMANDS_S = 0.5
 _RECORDS_S = 20.0  # between two writes of unchanged records, which expire
 _TOGETHER_S = 0.25  # in which changes are written together
-_AGAIN_S = 1.0  # after a write that failed
 _SHARE_CHANGING = 4  # of the servers, one at least, may begin anew at once
 _STATES: dict[str, WorkerState] = {"starting": "starting", "ready": "ready", "draining": "draining"}
 _REASONS: dict[Intent, str] = {
-    "serve": "",
     "park": "drained: the list of servers has `drain: true`",
     "leave": "it has left the list of servers",
 }
@@ -140,7 +138,7 @@ class LaneServers:
             self._changed.clear()
             is_written = await self._write([record for _, record in self._shown()])
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_RECORDS_S if is_written else _AGAIN_S):
+                async with asyncio.timeout(_RECORDS_S if is_written else _COMMANDS_S):
                     await self._changed.wait()
             await asyncio.sleep(_TOGETHER_S)
 
@@ -230,7 +228,7 @@ class LaneServers:
                 state=_STATES.get(phase, "dead"),
                 epoch=self._epoch(name),
                 host=entry.label,
-                reason=reason or _REASONS[intent],
+                reason=reason or _REASONS.get(intent, ""),
                 intent=intent,
             )
             shown.append((phase, record))

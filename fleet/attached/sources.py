@@ -91,18 +91,14 @@ class KnownAddresses:
 
     def take(self, found: Sequence[str]) -> list[str]:
         """Return the addresses of servers, after a lookup."""
-        in_use = self._present or sorted(found, key=_is_ipv6)
-        of_family = [address for address in found if _is_ipv6(address) == _is_ipv6(in_use[0])]
+        in_use = self._present or sorted(found, key=lambda one: ":" in one)
+        of_family = [one for one in found if (":" in one) == (":" in in_use[0])]
         self._empty_lookups = 0 if of_family else self._empty_lookups + 1
         if of_family:
             self._present = sorted(of_family)
         elif self._empty_lookups > _EMPTY_LOOKUPS:
             self._present = sorted(found)  # of the other family
         return self._present
-
-
-def _is_ipv6(address: str) -> bool:
-    return ":" in address
 
 
 async def _addresses(server: AttachedServer) -> Sequence[str]:

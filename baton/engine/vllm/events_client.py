@@ -148,13 +148,11 @@ async def arrive(streams: Sequence[str], compute: Callable[[str], Awaitable[obje
 
 def _names(parts: list[bytes], salt: bytes) -> bool:
     """Return whether events can be read, and name a salt."""
-    if len(parts) != _PARTS or salt not in parts[-1]:
-        return False
-    try:
-        CachedBlocks().apply(parts[-1])
-    except _UNREADABLE:
-        return False
-    return True
+    with contextlib.suppress(*_UNREADABLE):
+        if len(parts) == _PARTS and salt in parts[-1]:
+            CachedBlocks().apply(parts[-1])
+            return True
+    return False
 
 
 class EventPrefixes(CachedPrefixes):
