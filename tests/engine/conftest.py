@@ -34,7 +34,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)  # tests share the machine
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _libraries() -> None:
     """Load what is compiled at install, before a test moves the cache: it would compile anew."""
     library.load()
