@@ -39,7 +39,7 @@ class Noting:
 
 
 class Raising(Noting):
-    """Kind whose servers raise what nobody has thought of, with characters of a terminal."""
+    """Kind whose servers raise an unexpected error, whose text has control characters."""
 
     async def examine(self, origin: HttpOrigin) -> ServerFacts:
         raise ImportError("no \x1b[2Jmodule\nat all" + 10_000 * "!")
