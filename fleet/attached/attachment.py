@@ -72,7 +72,7 @@ class Attachment:
         self._examining: asyncio.Timeout | None = None
         self._tasks = BackgroundTasks("attachment")
         self._hurried = asyncio.Event()
-        self._origin = HttpOrigin.of_url(entry.url, entry.key, entry.address)
+        self._origin = self._origin_at(entry.address)
 
     @property
     def answers(self) -> bool:
@@ -149,7 +149,12 @@ class Attachment:
             raise UnavailableError(f"{self._origin.name} closed a connection at once")
         address = f"{peer[0]}%{peer[3]}" if any(peer[3:]) else str(peer[0])  # with the IPv6 zone
         if address != self.entry.host:
-            self._origin = HttpOrigin.of_url(self.entry.url, self.entry.key, address)
+            self._origin = self._origin_at(address)
+
+    def _origin_at(self, address: str) -> HttpOrigin:
+        origin = HttpOrigin.of_url(self.entry.url, self.entry.key, address)
+        origin.keeps = self._kind.keeps_connections
+        return origin
 
     async def _serve(self, facts: ServerFacts, events: Endpoints, past: StepDone | None) -> None:
         """Run one life of the worker."""

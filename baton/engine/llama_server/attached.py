@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import ClassVar
 
 import msgspec
 
@@ -121,7 +122,6 @@ class AttachedLlamaServer(AttachedEngine):
     kind = protocol.SERVER
     refused = protocol.REFUSED
     shares_blocks = False  # each slot has its own
-    keeps_connections = False  # it gives each a thread
 
     def __init__(
         self,
@@ -198,6 +198,7 @@ class LlamaServers(ServerKind):
     """
 
     artifact: ModelArtifact
+    keeps_connections: ClassVar[bool] = False  # a server gives each a thread
 
     async def examine(self, origin: HttpOrigin) -> ServerFacts:
         """Return the properties of a llama-server that has all that Baton needs."""

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
@@ -83,7 +83,13 @@ class EngineDescription(NamedTuple):
 
 
 class ServerKind(Protocol):
-    """Servers of one kind with one model."""
+    """Servers of one kind with one model.
+
+    Attributes:
+        keeps_connections: Whether a server has a place for a connection without a request.
+    """
+
+    keeps_connections: ClassVar[bool]
 
     @property
     def hand_off(self) -> str:
@@ -152,7 +158,7 @@ class ServerWatch:
             asked = await self._until_due()
             polls += 1
             try:
-                await self._origin.fetch("GET", "/health", _ANSWER_S)
+                await self._origin.fetch("GET", "/health", _ANSWER_S, anew=asked)
                 alive()
                 if asked or not polls % _IDENTITY_POLLS:
                     self._compare(await self._read())

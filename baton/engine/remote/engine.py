@@ -48,14 +48,12 @@ class RemoteEngine(ABC):
         kind: Name of such servers in errors.
         refused: Codes of errors of a request.
         shares_blocks: Whether a block of several prompts is computed once.
-        keeps_connections: Whether the server has a place for a connection without a request.
     """
 
     target = ""
     kind = ""
     refused: Container[object] = ()
     shares_blocks = True
-    keeps_connections = True
 
     def __init__(
         self,
@@ -256,9 +254,7 @@ class RemoteEngine(ABC):
                 await self._unwanted(request, choice, started)
 
         try:
-            ended = await self._origin.exchange(
-                self.target, body, on_body, begun, keep=self.keeps_connections
-            )
+            ended = await self._origin.exchange(self.target, body, on_body, begun)
         except OSError as error:
             if self._wants(request, choice, run):
                 self._on_lost(request, f"{self._origin.name} takes no requests: {error}")

@@ -57,6 +57,11 @@ class HttpExchange(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._is_reused = False
 
+    @property
+    def is_silent(self) -> bool:
+        """True if a kept connection ended without a response."""
+        return self._is_reused and (self.is_unread or not self._head_bytes)
+
     def close(self) -> None:
         """Close the connection, by which the engine aborts the request."""
         self._is_reused = self.is_unread = False
@@ -230,6 +235,7 @@ class HttpOrigin:
         prefix: Path before that of each request.
         key: Key that the server requires; empty: none. A new one is for later requests.
         tls: Whether requests are encrypted, and the server's certificate is verified.
+        keeps: Whether connections of requests and of GETs wait for the next ones.
         kept: Connections that wait for the next request.
     """
 
@@ -242,6 +248,7 @@ class HttpOrigin:
     prefix: str = ""
     key: str = field(default="", repr=False)
     tls: bool = False
+    keeps: bool = False
     kept: KeptConnections = field(default_factory=KeptConnections, repr=False, compare=False)
 
     @classmethod
@@ -293,8 +300,6 @@ class HttpOrigin:
         body: bytes,
         on_body: Callable[[bytes], None],
         begun: Callable[[HttpExchange], Awaitable[None]],
-        *,
-        keep: bool = True,
     ) -> HttpExchange:
         """Post a request, on a kept connection if there is one; return the ended exchange.
 
@@ -305,7 +310,7 @@ class HttpOrigin:
         Raises:
             OSError: The server takes no connection.
         """
-        exchange = await self.begin("POST", target, body, on_body, keep=keep)
+        exchange = await self.begin("POST", target, body, on_body, keep=self.keeps)
         await begun(exchange)
         await exchange.done
         if exchange.is_unread:
@@ -345,14 +350,16 @@ class HttpOrigin:
                 )
         return exchange
 
-    async def fetch(self, method: str, target: str, timeout_s: float, body: bytes = b"") -> bytes:
+    async def fetch(
+        self, method: str, target: str, timeout_s: float, body: bytes = b"", *, anew: bool = False
+    ) -> bytes:
         """Send a request with a JSON body; return the body of a response with status 200.
 
         Raises:
             UnavailableError: The server does not respond in time, or with too many bytes.
             StatusError: It responds with another status.
         """
-        status, complete, response = await self.ask(method, target, timeout_s, body)
+        status, complete, response = await self.ask(method, target, timeout_s, body, anew=anew)
         if not complete or status != HTTPStatus.OK:
             text = response[:200].decode(errors="replace")
             how = f"with status {status}: {text}"
@@ -362,9 +369,11 @@ class HttpOrigin:
         return response
 
     async def ask(
-        self, method: str, target: str, timeout_s: float, body: bytes = b""
+        self, method: str, target: str, timeout_s: float, body: bytes = b"", *, anew: bool = False
     ) -> tuple[int, bool, bytes]:
         """Send a request; return the response's status, whether it is complete, and its body.
+
+        A GET goes to a kept connection unless ``anew``, and once more if this ends without a response.
 
         Raises:
             UnavailableError: The server does not respond in time, or with too many bytes.
@@ -382,9 +391,13 @@ class HttpOrigin:
 
         try:
             async with asyncio.timeout(timeout_s):
-                exchange = await self.begin(method, target, body, take)
+                keep = self.keeps and method == "GET" and not anew
+                exchange = await self.begin(method, target, body, take, keep=keep)
                 try:
                     complete = await exchange.done
+                    if exchange.is_silent:
+                        exchange = await self.begin(method, target, body, take)
+                        complete = await exchange.done
                 finally:
                     exchange.close()
         except OSError as error:

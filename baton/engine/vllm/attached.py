@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import msgspec
 
@@ -288,6 +289,7 @@ class VllmServers:
     artifact: ModelArtifact
     max_adapters: int = 0
     hand_off: str = ""
+    keeps_connections: ClassVar[bool] = True
 
     async def examine(self, origin: HttpOrigin) -> ServerFacts:
         """Return the properties of a vLLM that has all that Baton needs, and computes a token."""

@@ -47,6 +47,7 @@ class VllmLink(InnerLink):
         facts = running.facts
         tier_bytes = settings.kv_tiers.memory_mb << 20
         origin = server.origin_in(folder)
+        origin.keeps = True
         control = VllmControl(origin, client.exited.done)
         prefixes = event_prefixes(folder, facts, self.report, has_tier=tier_bytes > 0)
         parts = VllmParts(origin, control, prefixes, hand_off_of(folder, facts, self.report))

@@ -115,6 +115,7 @@ class Served:
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=context)
         port = self.server.sockets[0].getsockname()[1]
         origin = HttpOrigin.of_url(f"http{'s' if context else ''}://localhost:{port}")
+        origin.keeps = True
         yield origin
         origin.kept.close()
         self.server.close()
@@ -173,9 +174,11 @@ async def test_requests_use_one_connection(
     async with served.running(context if scheme == "https" else None) as origin:
         for _ in range(3):
             assert await response(origin) == (200, True, b"yes")
-        assert (served.connections, served.requests) == (1, 3)
-        assert await origin.fetch("GET", "/health", 10.0) == b"yes"  # which has to connect
-        assert served.connections == 2
+        assert await origin.fetch("GET", "/health", 10.0) == b"yes"
+        assert (served.connections, served.requests) == (1, 4)
+        await origin.fetch("POST", "/load", 10.0)  # its work must not be done twice
+        await origin.fetch("GET", "/health", 10.0, anew=True)
+        assert served.connections == 3
     assert origin.kept.take() is None
 
 
@@ -299,6 +302,19 @@ async def test_a_request_is_sent_once_more_if_its_connection_was_closed_before_i
         assert (served.connections, served.requests) == (2, 2)
 
 
+@pytest.mark.parametrize("lost", [b"", LATE, RESET], ids=["closed", "408", "reset"])
+async def test_a_look_is_repeated_if_a_kept_connection_gives_no_response(lost: bytes) -> None:
+    served = Served(YES, lost, YES, YES, lost, lost)
+    async with served.running() as origin:
+        assert await origin.ask("GET", "/health", 1) == (200, True, b"yes")
+        assert await origin.ask("GET", "/health", 1) == (200, True, b"yes")
+        assert (served.connections, served.requests) == (2, 3)
+        await response(origin)  # keeps a connection
+        status, _, _ = await origin.ask("GET", "/health", 1)
+        assert status != 200
+        assert (served.connections, served.requests) == (4, 6)
+
+
 async def test_a_request_whose_work_has_begun_is_not_sent_once_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -350,17 +366,17 @@ async def test_a_new_ca_is_trusted_without_a_restart(
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
     first, second = Served(YES), Served(YES)
     async with first.running(contexts[0]) as old, second.running(contexts[1]) as new:
-        assert await old.fetch("GET", "/health", 10.0) == b"yes"
+        assert await old.fetch("GET", "/health", 10.0, anew=True) == b"yes"
         with pytest.raises(UnavailableError, match="is not accepted"):
-            await new.fetch("GET", "/health", 10.0)
+            await new.fetch("GET", "/health", 10.0, anew=True)
         (tmp_path / "next").symlink_to(folders[1])
         (tmp_path / "next").replace(tmp_path / "data")
-        assert await new.fetch("GET", "/health", 10.0) == b"yes"
+        assert await new.fetch("GET", "/health", 10.0, anew=True) == b"yes"
         assert await response(new) == (200, True, b"yes")
         with pytest.raises(UnavailableError, match="is not accepted"):
-            await old.fetch("GET", "/health", 10.0)
+            await old.fetch("GET", "/health", 10.0, anew=True)
         (folders[1] / "ca.pem").write_text("half a certifi")
-        assert await new.fetch("GET", "/health", 10.0) == b"yes"
+        assert await new.fetch("GET", "/health", 10.0, anew=True) == b"yes"
 
 
 async def test_a_ca_that_cannot_be_read_is_named(

@@ -29,6 +29,7 @@ class Noting:
     """Kind of servers that are all unfit; notes where it was asked to look at them."""
 
     hand_off = ""
+    keeps_connections = True
 
     def __init__(self) -> None:
         self.seen: asyncio.Queue[HttpOrigin] = asyncio.Queue()
