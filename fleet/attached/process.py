@@ -32,8 +32,9 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.types.lanes import worker_prefix
 from baton.wire.process_end import exit_process
 from fleet.attached.attachment import Attachment
+from fleet.attached.settings import AttachedSettings
 from fleet.attached.sources import ServerEntry, ServerSource
-from fleet.pools.resources import ControllerSpec, worker_settings
+from fleet.pools.resources import worker_settings
 from fleet.pools.slots import Launch
 from fleet.worker.settings import WorkerSettings
 
@@ -55,18 +56,6 @@ _NO_COMMANDS = (
     "drains one"
 )
 _LIVES = 1000  # of a worker's life in one process, as epochs only grow
-
-
-class AttachedSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the process.
-
-    Attributes:
-        spec: Arguments that all workers share, with the fleet's configuration.
-        number: Number of this process, of all those of the fleet.
-    """
-
-    spec: ControllerSpec
-    number: int = 0
 
 
 class LaneServers:

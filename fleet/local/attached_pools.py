@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from baton.config.fleet_file import FleetConfig
-from fleet.attached.process import AttachedSettings
+from fleet.attached.settings import AttachedSettings
 from fleet.attached.sources import ServerSource
 from fleet.local.subprocesses import die_with_parent, end_child
 from fleet.pools.resources import ControllerSpec, exit_reason

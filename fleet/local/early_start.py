@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 
 from baton.config.fleet_file import FleetConfig
-from baton.engine.process.early_engines import EarlyEngine
-from baton.engine.process.taken_engine import SOCKET_VARIABLE
+from baton.engine.process.taken_engine import SOCKET_VARIABLE, EarlyEngine
 from baton.registry.types import Role, worker_name
 from baton.types.lanes import worker_prefix
 from baton.types.trust import TrustRules

@@ -24,16 +24,9 @@ import msgspec
 from baton.engine.ipc import control_sockets, pool_file
 from baton.engine.parent import die_with_parent
 from baton.engine.process.step_loop import run
-from baton.engine.settings import EngineSettings
+from baton.engine.process.taken_engine import EarlyEngine
 
 _UNTAKEN_S = 120.0  # without a worker; then the engines that none has taken end
-
-
-class EarlyEngine(msgspec.Struct, frozen=True):
-    """An engine to start: its settings, and the file of its output."""
-
-    settings: EngineSettings
-    log: str
 
 
 class _Child(NamedTuple):

@@ -16,6 +16,13 @@ SOCKET_VARIABLE = "BATON_EARLY_ENGINES"
 _ANSWER_LIMIT_S = 60.0  # the import of torch from a cold disk included
 
 
+class EarlyEngine(msgspec.Struct, frozen=True):
+    """An engine to start: its settings, and the file of its output."""
+
+    settings: EngineSettings
+    log: str
+
+
 class TakenEngine:
     """An engine that this worker has taken; the interface of ``asyncio.subprocess.Process``."""
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from baton.addresses import join_address
+from baton.engine.remote.kept_connections import KeptConnections
 from baton.engine.remote.trusted import trusted_context
 from baton.types.errors import UnavailableError
 
@@ -22,8 +23,6 @@ CONNECT_S = 5.0
 """Time in which a server must take a connection."""
 _RESPONSE_BYTES = 32 << 20
 _HEAD_BYTES = 1 << 20  # of the part that has the head
-_KEPT_S = 4.0  # vLLM and llama-server close a connection after 5 s without a request
-_MOST_KEPT = 64
 _NOTHING_LISTENS = {f"{errno.ECONNREFUSED}", f"{errno.ENOENT}"}
 _UNREAD_S = 1.0  # a connection that ends later had not ended before the request came
 _TCP_CLOSE = 7  # state of a connection that the peer has reset
@@ -43,7 +42,7 @@ class HttpExchange(asyncio.Protocol):
     """
 
     def __init__(
-        self, on_body: Callable[[bytes], None], kept: "KeptConnections | None" = None
+        self, on_body: Callable[[bytes], None], kept: KeptConnections | None = None
     ) -> None:
         self.status = 0
         self.unsent = b""
@@ -146,68 +145,6 @@ class HttpExchange(asyncio.Protocol):
     def _end(self, *, complete: bool) -> None:
         if not self.done.done():
             self.done.set_result(complete)
-
-
-class KeptConnections:
-    """Connections to one server that wait for the next request; the newest is used first."""
-
-    def __init__(self) -> None:
-        self._resting: list[_Resting] = []
-
-    def keep(self, transport: asyncio.Transport) -> None:
-        """Keep a connection for a few seconds, or close it."""
-        if len(self._resting) < _MOST_KEPT:
-            self._resting.append(_Resting(transport, self._resting.remove))
-        else:
-            transport.abort()
-
-    def take(self) -> asyncio.Transport | None:
-        """Return a connection, or None."""
-        while self._resting:
-            transport = self._resting.pop().leave()
-            if not transport.is_closing():
-                return transport
-        return None
-
-    def close(self) -> None:
-        """Close all connections."""
-        while (transport := self.take()) is not None:
-            transport.abort()
-
-
-class _Resting(asyncio.Protocol):
-    """A connection between two exchanges. Whatever the server does with it ends it."""
-
-    def __init__(self, transport: asyncio.Transport, forget: "Callable[[_Resting], None]") -> None:
-        self._transport = transport
-        self._forget: Callable[[_Resting], None] | None = forget
-        self._timer = asyncio.get_running_loop().call_later(_KEPT_S, self._close)
-        transport.set_protocol(self)
-
-    def leave(self) -> asyncio.Transport:
-        """Return the connection, which has left the kept ones."""
-        self._timer.cancel()
-        self._forget = None
-        return self._transport
-
-    def data_received(self, data: bytes) -> None:
-        """Close a connection with bytes that no request has asked for."""
-        self._close()
-
-    def eof_received(self) -> None:
-        """Forget a connection that the server closes."""
-        self._close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Forget a lost connection."""
-        self._close()
-
-    def _close(self) -> None:
-        self._timer.cancel()
-        if self._forget is not None:
-            self._forget(self)
-            self._forget = None
-            self._transport.abort()
 
 
 class StatusError(UnavailableError):
@@ -373,7 +310,7 @@ class HttpOrigin:
     ) -> tuple[int, bool, bytes]:
         """Send a request; return the response's status, whether it is complete, and its body.
 
-        A GET goes to a kept connection unless ``anew``, and once more if this ends without a response.
+        A GET goes to a kept connection unless ``anew``, and once more if there is no response.
 
         Raises:
             UnavailableError: The server does not respond in time, or with too many bytes.

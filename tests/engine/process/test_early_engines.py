@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from baton.engine.process.client import EngineClient
-from baton.engine.process.early_engines import EarlyEngine
-from baton.engine.process.taken_engine import SOCKET_VARIABLE
+from baton.engine.process.taken_engine import SOCKET_VARIABLE, EarlyEngine
 from baton.engine.settings import EngineSettings
 
 SETTINGS = EngineSettings(model="emulated", kv_blocks=8, threads=1)

@@ -15,7 +15,8 @@ from baton.registry.redis_store import Registry
 from baton.registry.types import WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.attached.attachment import Attachment
-from fleet.attached.process import AttachedSettings, LaneServers
+from fleet.attached.process import LaneServers
+from fleet.attached.settings import AttachedSettings
 from fleet.attached.sources import ServerSource, entry_of
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools.resources import ControllerSpec
