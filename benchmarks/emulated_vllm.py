@@ -55,6 +55,7 @@ class Emulation:
             ``cut`` (the connection breaks after two tokens), ``foreign`` (tokens that
             the model does not have), ``endless`` (no finish), ``hold`` (the next request gets no
             answer, as if a proxy before the server held it).
+        ranks: Data-parallel ranks, each with ``blocks`` and the next port of events.
         words: Token of each word with the space before it; empty: it serves no text.
         tokenizer: Encodes texts, in a thread, as vLLM does; None: words are looked up.
         answer_s: Time in which it answers what is not a request for tokens.
@@ -144,6 +145,25 @@ class EmulatedCache:
             self._publish(events)
 
 
+class _Rank:
+    """Cache and events of one data-parallel rank."""
+
+    def __init__(self, emulation: Emulation, number: int) -> None:
+        self.number = number
+        self.cache = EmulatedCache(emulation, self._publish)
+        self.publisher: zmq.asyncio.Socket | None = None
+        self.requests = 0
+        self.prefill = asyncio.Lock()
+        self._numbers = itertools.count()
+
+    def _publish(self, events: list[dict[str, Any]]) -> None:
+        if self.publisher is None:
+            return
+        payload = msgspec.msgpack.encode([time.time(), events])
+        number = next(self._numbers).to_bytes(8, "big")
+        self.publisher.send_multipart([b"", number, payload])
+
+
 class EmulatedVllm:
     """The server's application.
 
@@ -165,12 +185,9 @@ class EmulatedVllm:
         self.prompts = self.cached = 0
         self.prefills = self.computed = 0
         self.prefill_s = 0.0
-        self.cache = EmulatedCache(emulation, self._publish)
-        self._prefill = asyncio.Lock()
-        self._numbers = itertools.count()
+        self.ranks = [_Rank(emulation, rank) for rank in range(emulation.ranks)]
         self._tokens = list(emulation.words.values())
         self._zmq: zmq.asyncio.Context | None = None
-        self._publisher: zmq.asyncio.Socket | None = None
         routes = [
             Route("/health", self._health),
             Route("/v1/models", self._models),
@@ -194,18 +211,18 @@ class EmulatedVllm:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         if self.emulation.events_port:
             self._zmq = zmq.asyncio.Context()
-            self._publisher = self._zmq.socket(zmq.PUB)
-            self._publisher.bind(f"tcp://127.0.0.1:{self.emulation.events_port}")
+            for number, rank in enumerate(self.ranks):
+                rank.publisher = self._zmq.socket(zmq.PUB)
+                rank.publisher.bind(f"tcp://127.0.0.1:{self.emulation.events_port + number}")
         yield
+        self.close()
+
+    def close(self) -> None:
+        """Publish no more events."""
         if self._zmq is not None:
             self._zmq.destroy(linger=0)
-
-    def _publish(self, events: list[dict[str, Any]]) -> None:
-        if self._publisher is None:
-            return
-        payload = msgspec.msgpack.encode([time.time(), events])
-        number = next(self._numbers).to_bytes(8, "big")
-        self._publisher.send_multipart([b"", number, payload])
+        for rank in self.ranks:
+            rank.publisher = None
 
     async def _health(self, _: Request) -> Response:
         await asyncio.sleep(self.emulation.answer_s)
@@ -251,7 +268,7 @@ class EmulatedVllm:
             shown = ",".join(f'{name}="{value}"' for name, value in labels.items())
             lines.append(f"vllm:cache_config_info{{{shown}}} 1.0")
         of = f'{{model_name="{one.model}",engine="0"}}'
-        held = self.cache.held_blocks / one.blocks
+        held = max(rank.cache.held_blocks for rank in self.ranks) / one.blocks
         lines += [
             f"vllm:num_requests_running{of} {max(self.running - self.waiting, 0)}",
             f"vllm:generation_tokens_total{of} {self.sent}",
@@ -333,6 +350,11 @@ class EmulatedVllm:
         if one.fault == "hold":
             one.fault = ""
             await asyncio.Event().wait()
+        named = request.headers.get("x-data-parallel-rank")
+        if named is not None and int(named) >= one.ranks:
+            message = f"data_parallel_rank {named} is out of range [0, {one.ranks})."
+            return JSONResponse({"error": {"message": message, "code": 400}}, 400)
+        body["rank"] = None if named is None else int(named)
         self.bodies.append(body)
         if body.get("stream"):
             return StreamingResponse(self._stream(body), media_type="text/event-stream")
@@ -379,25 +401,37 @@ class EmulatedVllm:
             self.running -= 1
 
     @contextlib.asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """Wait until no other prompt is computed."""
+    async def _turn(self, rank: _Rank) -> AsyncIterator[None]:
+        """Wait until the rank computes no other prompt."""
         self.waiting += 1
         try:
-            await self._prefill.acquire()
+            await rank.prefill.acquire()
         finally:
             self.waiting -= 1
         try:
             yield
         finally:
-            self._prefill.release()
+            rank.prefill.release()
 
     async def _chunks(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Compute a request at the rank that it names, or at the one with the fewest requests."""
+        number = body.get("rank")
+        least = min(self.ranks, key=lambda rank: rank.requests)
+        rank = least if number is None else self.ranks[number]
+        rank.requests += 1
+        try:
+            async for chunk in self._chunks_at(rank, body):
+                yield chunk
+        finally:
+            rank.requests -= 1
+
+    async def _chunks_at(self, rank: _Rank, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         one = self.emulation
         tokens: list[int] = list(body["token_ids"])
         salt = body.get("cache_salt") or ""
-        names = self.cache.names(salt, tokens[:-1])
-        async with self._turn():
-            cached = self.cache.cached(names) * one.block_tokens
+        names = rank.cache.names(salt, tokens[:-1])
+        async with self._turn(rank):
+            cached = rank.cache.cached(names) * one.block_tokens
             if salt != STRANGER:
                 self.prompts += len(tokens)
                 self.cached += cached
@@ -406,7 +440,7 @@ class EmulatedVllm:
             self.computed += len(tokens) - cached
             self.prefill_s += prefill_s
             await asyncio.sleep(prefill_s)
-            self.cache.store(salt, tokens)
+            rank.cache.store(salt, tokens)
         sampling = body["sampling_params"]
         most = sampling["max_tokens"]
         stops = set(sampling.get("stop_token_ids", ()))
@@ -428,7 +462,7 @@ class EmulatedVllm:
             if reason is not None:
                 break
             await asyncio.sleep(one.token_s)
-        self.cache.store(salt, tokens[:-1])
+        rank.cache.store(salt, tokens[:-1])
         details = {"cached_tokens": cached}
         usage: dict[str, Any] = {
             "prompt_tokens": len(body["token_ids"]),
@@ -486,6 +520,7 @@ class EmulatedServer:
         self._server.should_exit = True
         if self._task is not None:
             await self._task
+        self.vllm.close()  # uvicorn does not end the application when it is forced
 
 
 async def main() -> None:

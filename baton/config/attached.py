@@ -24,9 +24,9 @@ class AttachedServer(Section):
     Attributes:
         url: URL of the server, without the paths of its API.
         role: Role of its worker; `decode` computes prompts too.
-        events: ZeroMQ endpoints of its KV events, one for each data-parallel rank; `*` stands for
-            the server's host. Without the key, vLLM's default port is tried. An empty list turns
-            them off.
+        events: ZeroMQ endpoints of its KV events, one for each data-parallel rank, in order; `*`
+            stands for the server's host. Without the key, vLLM's default port is tried. An empty
+            list turns them off.
         replay: Endpoints that repeat these events, in the same order.
         key_file: File with the key that the server requires.
         label: Name of the server in `baton status`.

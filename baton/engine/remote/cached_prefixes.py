@@ -40,6 +40,10 @@ class CachedPrefixes:
         """Return the cached tokens of a prompt with these block hashes."""
         raise NotImplementedError
 
+    def cached_of(self, request: LiveRequest) -> int:
+        """Return the cached tokens of a prompt where it is computed."""
+        return self.cached_tokens(request.hashes)
+
     def sent(self, request: LiveRequest) -> None:
         """Note that a prompt was sent to the server."""
 
@@ -48,6 +52,9 @@ class CachedPrefixes:
 
     def responded(self, request: LiveRequest, choice: int, cached_tokens: int | None) -> None:
         """Note the end of a response, with the cached prompt tokens that the server reports."""
+
+    def ended(self, request: LiveRequest) -> None:
+        """Note the end of a request, whatever it has brought."""
 
     def erased(self) -> None:
         """Note that the server has erased its whole cache."""

@@ -93,6 +93,10 @@ class RemoteEngine(ABC):
     async def _erase(self) -> bool:
         """Erase the server's whole cache; return whether it did."""
 
+    def _origin_of(self, request: LiveRequest) -> HttpOrigin:
+        """Return where a request is sent."""
+        return self._origin
+
     def _error(self, body: bytes, status: int) -> BatonError:
         """Return the error in a response with another status than 200."""
         return error_in(self.kind, body, self.refused, status)
@@ -176,7 +180,7 @@ class RemoteEngine(ABC):
 
     def _queue(self, request: LiveRequest) -> None:
         """Count the choices of a request as waiting."""
-        cached_tokens = self._prefixes.cached_tokens(request.hashes)
+        cached_tokens = self._prefixes.cached_of(request)
         if not request.is_cached_known:
             request.cached_tokens = cached_tokens
         self._prefixes.sent(request)
@@ -254,7 +258,8 @@ class RemoteEngine(ABC):
                 await self._unwanted(request, choice, started)
 
         try:
-            ended = await self._origin.exchange(self.target, body, on_body, begun)
+            origin = self._origin_of(request)
+            ended = await origin.exchange(self.target, body, on_body, begun)
         except OSError as error:
             if self._wants(request, choice, run):
                 self._on_lost(request, f"{self._origin.name} takes no requests: {error}")
@@ -383,6 +388,7 @@ class RemoteEngine(ABC):
         for choice in tuple(request.open_choices):
             self._end_choice(request, choice)
         del self._requests[request_id]
+        self._prefixes.ended(request)
         self._on_end(request)
         if request.computes:
             self._send(request.admission())

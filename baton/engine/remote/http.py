@@ -173,6 +173,7 @@ class HttpOrigin:
         key: Key that the server requires; empty: none. A new one is for later requests.
         tls: Whether requests are encrypted, and the server's certificate is verified.
         keeps: Whether connections of requests and of GETs wait for the next ones.
+        headers: Further lines of the head of each request.
         kept: Connections that wait for the next request.
     """
 
@@ -186,6 +187,7 @@ class HttpOrigin:
     key: str = field(default="", repr=False)
     tls: bool = False
     keeps: bool = False
+    headers: str = ""
     kept: KeptConnections = field(default_factory=KeptConnections, repr=False, compare=False)
 
     @classmethod
@@ -222,9 +224,10 @@ class HttpOrigin:
         self, method: str, target: str, body: bytes = b"", *, keep: bool = False
     ) -> bytes:
         """Return an HTTP/1.1 request with a JSON body."""
-        key = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
+        more = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
+        more += self.headers
         head = (
-            f"{method} {self.prefix}{target} HTTP/1.1\r\nHost: {self.authority}\r\n{key}"
+            f"{method} {self.prefix}{target} HTTP/1.1\r\nHost: {self.authority}\r\n{more}"
             "Accept-Encoding: identity\r\n"
             f"Connection: {'keep-alive' if keep else 'close'}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"

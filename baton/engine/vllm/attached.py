@@ -33,6 +33,7 @@ from baton.engine.vllm.engine import VllmEngine, VllmParts
 from baton.engine.vllm.facts import VllmFacts, hand_off_id
 from baton.engine.vllm.hand_off_nixl import NixlHandOff
 from baton.engine.vllm.metrics_page import past_step, read_load, read_metrics
+from baton.engine.vllm.ranks import OnChange, RankedPrefixes, at_rank
 from baton.model.artifact import ModelArtifact
 from baton.types.errors import BatonError, InvalidRequestError, UnavailableError
 from baton.types.events import StepDone
@@ -247,6 +248,7 @@ class AttachedVllm(AttachedEngine, VllmEngine):
         self._name = msgspec.json.encode(facts.model)
         own = numerics_of(facts, model.hand_off)
         prefixes = _prefixes(facts, own, endpoints, send)
+        self._ranks = prefixes if isinstance(prefixes, RankedPrefixes) else None
         hand_off = NixlHandOff(facts.block_tokens)
         parts = VllmParts(origin, VllmControl(origin), prefixes, hand_off)
         super().__init__(send, parts, own, model.artifact.config, model.max_adapters)
@@ -258,6 +260,12 @@ class AttachedVllm(AttachedEngine, VllmEngine):
         if spec is not None and spec.adapter is not None:
             return body  # which has its name
         return b'{"model":' + self._name + b"," + body[1:]
+
+    def _origin_of(self, request: LiveRequest) -> HttpOrigin:
+        """Return the server, and the rank that a request is for, if it has several."""
+        if self._ranks is None:
+            return self._origin
+        return at_rank(self._origin, self._ranks.choose(request))
 
     def _recovers(self, request: LiveRequest, why: str) -> bool:
         """Let another server hand the KV over, or compute the prompt, if a load has failed."""
@@ -335,13 +343,33 @@ class VllmServers:
             if named is None:
                 return ()
             raise UnfitServerError(f"{origin.name}: events: {error}") from None
-        streams = [stream for stream, _ in found]
+        if len(found) != facts.ranks:
+            _LOG.warning(
+                "%s has %d data-parallel ranks, and %d endpoints of KV events: none is used",
+                origin.name,
+                facts.ranks,
+                len(found),
+            )
+            return ()
         tokens = 2 * facts.block_tokens + 1
-        with contextlib.suppress(BatonError):  # such as a queue, or a context shorter than this
-            if await arrive(streams, lambda salt: _check_token(origin, facts, salt, tokens)):
-                return found
-        _LOG.warning("no KV events of %s arrive from %s", origin.name, ", ".join(streams))
-        return ()
+
+        async def check(stream: str, server: HttpOrigin) -> str:
+            with contextlib.suppress(BatonError):  # such as a queue, or a shorter context
+                if await arrive(stream, lambda salt: _check_token(server, facts, salt, tokens)):
+                    return ""
+            return stream
+
+        silent = await asyncio.gather(
+            *(
+                check(stream, at_rank(origin, rank) if facts.ranks > 1 else origin)
+                for rank, (stream, _) in enumerate(found)
+            )
+        )
+        if any(silent):
+            lost = ", ".join(filter(None, silent))
+            _LOG.warning("no KV events of %s arrive from %s", origin.name, lost)
+            return ()
+        return found
 
     def describe(self, facts: ServerFacts) -> EngineDescription:
         """Return the properties with which its worker is registered."""
@@ -366,10 +394,14 @@ def _prefixes(
     send: Callable[..., None],
 ) -> CachedPrefixes:
     """Return what the server has cached: by its KV events, or by the own requests."""
-    if not endpoints:
-        blocks = own.pool_blocks if facts.blocks else 0
-        return ApproximatePrefixes(blocks, facts.block_tokens, send)
-    from baton.engine.vllm.events_client import EventPrefixes, KvEventsClient
+    size = facts.block_tokens
+    blocks = own.pool_blocks // facts.ranks if facts.blocks else 0
 
-    clients = [KvEventsClient(stream, replay) for stream, replay in endpoints]
-    return EventPrefixes(clients, facts.block_tokens, send)
+    def of_rank(rank: int, on_change: OnChange) -> CachedPrefixes:
+        if not endpoints:
+            return ApproximatePrefixes(blocks, size, on_change)
+        from baton.engine.vllm.events_client import EventPrefixes, KvEventsClient
+
+        return EventPrefixes(KvEventsClient(*endpoints[rank]), size, on_change)
+
+    return RankedPrefixes(facts.ranks, of_rank, send) if facts.ranks > 1 else of_rank(0, send)

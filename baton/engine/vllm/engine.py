@@ -205,7 +205,7 @@ class VllmEngine(RemoteEngine):
     def _has_cached(self, request: LiveRequest) -> bool:
         """Return whether vLLM has the whole blocks of a prompt, as far as its KV events show."""
         whole_tokens = len(request.prompt) // self._block_tokens * self._block_tokens
-        cached_tokens = self._prefixes.cached_tokens(request.hashes)
+        cached_tokens = self._prefixes.cached_of(request)
         return 0 < whole_tokens <= cached_tokens
 
     def _bind(self, command: messages.Bind) -> None:

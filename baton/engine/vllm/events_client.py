@@ -122,15 +122,14 @@ class KvEventsClient:
                 self.on_change(change)
 
 
-async def arrive(streams: Sequence[str], compute: Callable[[str], Awaitable[object]]) -> bool:
+async def arrive(stream: str, compute: Callable[[str], Awaitable[object]]) -> bool:
     """Return whether readable events arrive of prompts that ``compute`` sends with a cache salt."""
     context = zmq.asyncio.Context()
-    context.setsockopt(zmq.IPV6, any("[" in stream for stream in streams))
+    context.setsockopt(zmq.IPV6, "[" in stream)
     try:
         events = context.socket(zmq.SUB)
         events.subscribe(b"")
-        for stream in streams:
-            events.connect(stream)
+        events.connect(stream)
         for _ in range(_ARRIVE_TRIES):  # the first may come before the subscription
             salt = os.urandom(16).hex()
             await compute(salt)
@@ -156,59 +155,39 @@ def _names(parts: list[bytes], salt: bytes) -> bool:
 
 
 class EventPrefixes(CachedPrefixes):
-    """Prefixes that a vLLM has cached, by its KV events.
+    """Prefixes that a rank of a vLLM has cached, by its KV events.
 
     Args:
-        clients: Readers of the events, one for each data-parallel rank.
+        client: Reader of the events.
         block_tokens: Tokens of one of its blocks.
         on_change: Called with each change of Baton's index.
     """
 
     def __init__(
-        self,
-        clients: Sequence[KvEventsClient],
-        block_tokens: int,
-        on_change: Callable[[CacheChanged], None],
+        self, client: KvEventsClient, block_tokens: int, on_change: Callable[[CacheChanged], None]
     ) -> None:
-        self._clients = clients
+        self._client = client
         self._block_tokens = block_tokens
-        self._on_change = on_change
-        for client in clients:
-            client.on_change = on_change if len(clients) == 1 else self._merge
+        client.on_change = on_change
 
     @property
     def held_blocks(self) -> int:
-        """Number of Baton's blocks that all ranks have cached together."""
-        return sum(client.cached.held_blocks for client in self._clients)
+        """Number of Baton's blocks that are cached."""
+        return self._client.cached.held_blocks
 
     @property
     def tier_blocks(self) -> int:
         """Number of Baton's blocks in host memory."""
-        blocks = sum(client.cached.tier_blocks for client in self._clients)
-        return blocks * self._block_tokens // BLOCK_TOKENS
+        return self._client.cached.tier_blocks * self._block_tokens // BLOCK_TOKENS
 
     def works(self) -> list[Work]:
         """Return the tasks that read the events."""
-        reading = [(client.run(), "kv events") for client in self._clients]
-        return [*reading, *((client.fill_gaps(), "kv event gaps") for client in self._clients)]
+        return [(self._client.run(), "kv events"), (self._client.fill_gaps(), "kv event gaps")]
 
     def cached_tokens(self, hashes: Sequence[bytes]) -> int:
-        """Return the most tokens of a prompt that a rank has cached."""
-        size = self._block_tokens
-        return max(client.cached.cached_tokens(hashes, size) for client in self._clients)
+        """Return the cached tokens of a prompt with these block hashes."""
+        return self._client.cached.cached_tokens(hashes, self._block_tokens)
 
     def close(self) -> None:
-        """Close the sockets of all ranks."""
-        for client in self._clients:
-            client.close()
-
-    def _merge(self, change: CacheChanged) -> None:
-        """Report blocks of the first rank that stores them, and their removal by the last one."""
-        holders = {
-            name: sum(client.cached.holds(name) for client in self._clients)
-            for name in (*change.stored, *change.removed)
-        }
-        stored = tuple(name for name in change.stored if holders[name] == 1)
-        removed = tuple(name for name in change.removed if not holders[name])
-        if stored or removed:
-            self._on_change(CacheChanged(stored, removed))
+        """Close the sockets."""
+        self._client.close()

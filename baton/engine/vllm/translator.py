@@ -74,7 +74,7 @@ def event_prefixes(
     """Return what a vLLM that was started with this folder has cached."""
     endpoints = (f"ipc://{folder}/events", f"ipc://{folder}/replay")
     client = KvEventsClient(*endpoints, has_tier=has_tier)
-    return EventPrefixes([client], facts.block_tokens, send)
+    return EventPrefixes(client, facts.block_tokens, send)
 
 
 def hand_off_of(folder: str, facts: VllmFacts, send: Callable[..., None]) -> HandOff:

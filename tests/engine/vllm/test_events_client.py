@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from baton.engine.vllm import events_client
 from baton.engine.vllm.events_client import EventPrefixes, KvEventsClient
+from baton.engine.vllm.ranks import RankedPrefixes
 from baton.types.errors import InternalError
 from baton.types.events import CacheChanged
 from tests.engine.vllm.record import recorded_messages
@@ -159,16 +160,17 @@ async def test_without_a_replay_what_was_missed_stays_unknown(tmp_path: Path) ->
 
 def test_blocks_of_several_ranks_are_stored_by_the_first_and_removed_by_the_last() -> None:
     changes: list[CacheChanged] = []
-    ranks = [KvEventsClient("ipc://none", "") for _ in range(2)]
-    prefixes = EventPrefixes(ranks, 32, changes.append)
+    clients = [KvEventsClient("ipc://none", "") for _ in range(2)]
+    make = lambda rank, on_change: EventPrefixes(clients[rank], 32, on_change)  # noqa: E731
+    prefixes = RankedPrefixes(2, make, changes.append)
     payload = next(parts[2] for parts in recorded_messages("events") if b"BlockStored" in parts[2])
-    for rank in ranks:
-        rank.on_change(rank.cached.apply(payload))
+    for client in clients:
+        client.on_change(client.cached.apply(payload))
     (stored,) = changes
     assert stored.stored
     assert prefixes.held_blocks == 2 * len(stored.stored)
-    ranks[0].on_change(ranks[0].cached.clear())
+    clients[0].on_change(clients[0].cached.clear())
     assert changes == [stored]
-    ranks[1].on_change(ranks[1].cached.clear())
+    clients[1].on_change(clients[1].cached.clear())
     assert set(changes[-1].removed) == set(stored.stored)
     prefixes.close()

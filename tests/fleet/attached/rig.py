@@ -1,7 +1,9 @@
 """Emulated vLLM servers in a thread, and a fleet that attaches them."""
 
 import asyncio
+import contextlib
 import json
+import socket
 import sys
 import threading
 import time
@@ -18,6 +20,16 @@ from tests.fleet.test_up import Served, wait_for
 T = TypeVar("T")
 MODEL = "tiny"
 PROMPT = list(range(200, 300))
+
+
+def neighbours(count: int) -> int:
+    """Return the first of so many free ports in a row."""
+    while True:
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
+            first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for port in range(first + 1, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return int(first)
 
 
 class ServerThread:
@@ -76,6 +88,10 @@ class Emulated:
         return self._server.vllm.bodies
 
     @property
+    def ranks(self) -> list[Any]:
+        return self._server.vllm.ranks
+
+    @property
     def running(self) -> int:
         return self._server.vllm.running
 
@@ -89,7 +105,7 @@ class Emulated:
 
     def evict(self) -> None:
         """Forget all blocks, as if others had needed them."""
-        self._server.vllm.cache.clear()
+        self._server.vllm.ranks[0].cache.clear()
 
     def stop(self) -> None:
         self._thread.run(self._server.stop())

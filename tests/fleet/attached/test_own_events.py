@@ -17,7 +17,7 @@ from baton.engine.remote.http import HttpOrigin
 from baton.engine.vllm import events_client
 from baton.engine.vllm.attached import VllmServers, read_facts
 from benchmarks.emulated_vllm import EmulatedServer, Emulation
-from tests.registry.redis_servers import free_ports
+from tests.fleet.attached.rig import neighbours
 
 LIKE = Emulation(model="smol")
 NO_FILES: Any = None
@@ -39,7 +39,7 @@ class Server(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def serving(**changes: Any) -> AsyncIterator[Server]:
-    (port,) = free_ports(1)
+    port = neighbours(changes.get("ranks", 1))
     server = EmulatedServer(replace(LIKE, events_port=port, **changes))
     origin = HttpOrigin.of_url(await server.start())
     try:
@@ -47,7 +47,6 @@ async def serving(**changes: Any) -> AsyncIterator[Server]:
         yield Server(origin, facts, f"tcp://127.0.0.1:{port}")
     finally:
         await server.stop()
-        server.vllm._zmq.destroy(linger=0)  # a server that is stopped so leaves it
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +65,19 @@ async def test_events_of_another_server_are_not_used(caplog: pytest.LogCaptureFi
     async with serving() as server, serving() as other:
         assert await server.events(other.stream) == []
         assert f"no KV events of {server.origin.name} arrive from {other.stream}" in caplog.text
-        both = [other.stream, server.stream]  # each rank computes some prompts
-        assert await server.events(*both) == both
+        assert await server.events(server.stream, other.stream) == []
+        assert "has 1 data-parallel ranks, and 2 endpoints of KV events" in caplog.text
+
+
+async def test_each_rank_has_its_own_events(caplog: pytest.LogCaptureFixture) -> None:
+    """Streams in another order would send prompts to the rank that has not cached them."""
+    async with serving(ranks=2) as server, serving() as other:
+        second = f"tcp://127.0.0.1:{int(server.stream.rpartition(':')[2]) + 1}"
+        assert await server.events(server.stream, second) == [server.stream, second]
+        assert await server.events(second, server.stream) == []
+        assert await server.events(server.stream, other.stream) == []
+        assert f"arrive from {other.stream}" in caplog.text
+        assert await server.events(server.stream) == []
 
 
 async def test_a_port_that_accepts_and_never_speaks_is_not_used() -> None:

@@ -1,0 +1,141 @@
+"""Data-parallel ranks of an attached vLLM, each with a cache of its own. No I/O.
+
+vLLM sends a request to the rank with the fewest requests, whatever the others have cached. So
+requests name their rank, which is the one with the least of:
+
+    2 x the prompt tokens that it has not cached    this request waits for them, and later ones
+    + those of the prompts that wait there
+    + ``ROW_TOKENS`` for each response that it computes
+
+A block is stored when the first rank stores it, and removed when the last one removes it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from baton.engine.remote.cached_prefixes import CachedPrefixes, Work
+from baton.engine.remote.http import HttpOrigin
+from baton.engine.remote.live_request import LiveRequest
+from baton.types.events import CacheChanged
+
+ROW_TOKENS = 64
+"""Prompt tokens that take about as long as the steps of a short response."""
+
+OnChange = Callable[[CacheChanged], None]
+
+
+def at_rank(origin: HttpOrigin, rank: int) -> HttpOrigin:
+    """Return the server with requests for one of its ranks; connections are those of all."""
+    return replace(origin, headers=f"X-data-parallel-rank: {rank}\r\n")
+
+
+@dataclass(slots=True)
+class _Place:
+    """Rank of a request: with tokens to compute before the first token, and its responses."""
+
+    rank: int
+    waiting_tokens: int
+    rows: int
+
+
+class RankedPrefixes(CachedPrefixes):
+    """Prefixes of all ranks, of which each request has one.
+
+    Args:
+        count: Number of ranks.
+        make: Returns the prefixes of a rank, which report their changes to its second argument.
+        on_change: Called with each change of Baton's index.
+    """
+
+    def __init__(
+        self, count: int, make: Callable[[int, OnChange], CachedPrefixes], on_change: OnChange
+    ) -> None:
+        self._on_change = on_change
+        self._holders: dict[bytes, int] = {}  # a bit for each rank
+        self._ranks = [make(rank, partial(self._changed, 1 << rank)) for rank in range(count)]
+        self._places: dict[str, _Place] = {}
+
+    def choose(self, request: LiveRequest) -> int:
+        """Return the rank of a request, which is chosen once."""
+        name = request.submit.request_id
+        place = self._places.get(name)
+        if place is None:
+            place = self._places[name] = self._cheapest(request)
+        return place.rank
+
+    def _cheapest(self, request: LiveRequest) -> _Place:
+        loads = [0] * len(self._ranks)
+        for other in self._places.values():
+            loads[other.rank] += other.waiting_tokens + ROW_TOKENS * other.rows
+        uncached = [
+            len(request.prompt) - rank.cached_tokens(request.hashes) for rank in self._ranks
+        ]
+        costs = [
+            (2 * uncached[rank] + loads[rank], one.held_blocks, rank)
+            for rank, one in enumerate(self._ranks)
+        ]
+        rank = min(costs)[-1]
+        tokens = uncached[rank] if request.computes else 0
+        return _Place(rank, tokens, len(request.open_choices))
+
+    @property
+    def held_blocks(self) -> int:
+        """Number of Baton's blocks that all ranks have cached together."""
+        return sum(rank.held_blocks for rank in self._ranks)
+
+    def works(self) -> list[Work]:
+        """Return the tasks that keep all ranks up to date."""
+        return [work for rank in self._ranks for work in rank.works()]
+
+    def cached_tokens(self, hashes: Sequence[bytes]) -> int:
+        """Return the most tokens of a prompt that a rank has cached."""
+        return max(rank.cached_tokens(hashes) for rank in self._ranks)
+
+    def cached_of(self, request: LiveRequest) -> int:
+        """Return the cached tokens of a prompt at its rank."""
+        return self._ranks[self.choose(request)].cached_tokens(request.hashes)
+
+    def sent(self, request: LiveRequest) -> None:
+        """Note that a prompt was sent to its rank."""
+        self._ranks[self.choose(request)].sent(request)
+
+    def computed(self, request: LiveRequest) -> None:
+        """Note that its rank has computed a prompt."""
+        self._ranks[self.choose(request)].computed(request)
+        self._places[request.submit.request_id].waiting_tokens = 0
+
+    def responded(self, request: LiveRequest, choice: int, cached_tokens: int | None) -> None:
+        """Note the end of a response."""
+        self._ranks[self.choose(request)].responded(request, choice, cached_tokens)
+
+    def ended(self, request: LiveRequest) -> None:
+        """Forget the rank of a request."""
+        self._places.pop(request.submit.request_id, None)
+
+    def erased(self) -> None:
+        """Note that all ranks have erased their caches."""
+        for rank in self._ranks:
+            rank.erased()
+
+    def close(self) -> None:
+        """Free what the prefixes of all ranks hold."""
+        for rank in self._ranks:
+            rank.close()
+
+    def _changed(self, bit: int, change: CacheChanged) -> None:
+        stored: list[bytes] = []
+        for name in change.stored:
+            held = self._holders.get(name, 0)
+            self._holders[name] = held | bit
+            if not held:
+                stored.append(name)
+        removed: list[bytes] = []
+        for name in change.removed:
+            left = self._holders.get(name, 0) & ~bit
+            if left:
+                self._holders[name] = left
+            elif self._holders.pop(name, 0):
+                removed.append(name)
+        if stored or removed:
+            self._on_change(CacheChanged(tuple(stored), tuple(removed)))
