@@ -63,6 +63,7 @@ class LiveRequest:
         last: Reports with a finish reason, by choice, which wait for the count of cached tokens.
         sufficed: Choices that were ended here, as the server sent more tokens than were asked for.
         expected: Uses of the blocks that were expected to be cached, without KV events.
+        rank: Data-parallel rank that it is sent to, of a server that has several.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class LiveRequest:
         self.last: dict[int, ev.Tokens] = {}
         self.sufficed: set[int] = set()
         self.expected: tuple[int, ...] = ()
+        self.rank: int | None = None
         self.run = 0
         self.generation = generation
         self.loading: set[int] = set()

@@ -32,7 +32,7 @@ def at_rank(origin: HttpOrigin, rank: int) -> HttpOrigin:
 
 @dataclass(slots=True)
 class _Place:
-    """Rank of a request: with tokens to compute before the first token, and its responses."""
+    """Rank of a request, the tokens to compute before its first one, and its responses."""
 
     rank: int
     waiting_tokens: int
@@ -58,26 +58,22 @@ class RankedPrefixes(CachedPrefixes):
 
     def choose(self, request: LiveRequest) -> int:
         """Return the rank of a request, which is chosen once."""
-        name = request.submit.request_id
-        place = self._places.get(name)
-        if place is None:
-            place = self._places[name] = self._cheapest(request)
-        return place.rank
+        if request.rank is None:
+            request.rank = self._cheapest(request)
+        return request.rank
 
-    def _cheapest(self, request: LiveRequest) -> _Place:
+    def _cheapest(self, request: LiveRequest) -> int:
         loads = [0] * len(self._ranks)
         for other in self._places.values():
             loads[other.rank] += other.waiting_tokens + ROW_TOKENS * other.rows
-        uncached = [
-            len(request.prompt) - rank.cached_tokens(request.hashes) for rank in self._ranks
-        ]
         costs = [
-            (2 * uncached[rank] + loads[rank], one.held_blocks, rank)
+            (2 * self._uncached(request, rank) + loads[rank], one.held_blocks, rank)
             for rank, one in enumerate(self._ranks)
         ]
-        rank = min(costs)[-1]
-        tokens = uncached[rank] if request.computes else 0
-        return _Place(rank, tokens, len(request.open_choices))
+        return min(costs)[-1]
+
+    def _uncached(self, request: LiveRequest, rank: int) -> int:
+        return len(request.prompt) - self._ranks[rank].cached_tokens(request.hashes)
 
     @property
     def held_blocks(self) -> int:
@@ -97,20 +93,25 @@ class RankedPrefixes(CachedPrefixes):
         return self._ranks[self.choose(request)].cached_tokens(request.hashes)
 
     def sent(self, request: LiveRequest) -> None:
-        """Note that a prompt was sent to its rank."""
-        self._ranks[self.choose(request)].sent(request)
+        """Count a request at its rank, until it ends."""
+        rank = self.choose(request)
+        tokens = self._uncached(request, rank) if request.computes else 0
+        place = _Place(rank, tokens, len(request.open_choices))
+        self._places[request.submit.request_id] = place
+        self._ranks[rank].sent(request)
 
     def computed(self, request: LiveRequest) -> None:
         """Note that its rank has computed a prompt."""
+        if (place := self._places.get(request.submit.request_id)) is not None:
+            place.waiting_tokens = 0
         self._ranks[self.choose(request)].computed(request)
-        self._places[request.submit.request_id].waiting_tokens = 0
 
     def responded(self, request: LiveRequest, choice: int, cached_tokens: int | None) -> None:
         """Note the end of a response."""
         self._ranks[self.choose(request)].responded(request, choice, cached_tokens)
 
     def ended(self, request: LiveRequest) -> None:
-        """Forget the rank of a request."""
+        """Count a request no more."""
         self._places.pop(request.submit.request_id, None)
 
     def erased(self) -> None:

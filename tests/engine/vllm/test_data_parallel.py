@@ -40,7 +40,7 @@ class Ranks:
         request.submit = msgspec.structs.replace(request.submit, request_id=f"r{self._names}")
         request.spec = msgspec.structs.replace(request.spec, kind=kind)
         rank = self.prefixes.choose(request)
-        self.prefixes.sent(request)
+        self.prefixes.sent(request)  # only this counts it: others are refused or cancelled before
         assert self.prefixes.choose(request) == rank
         return request, rank
 
@@ -118,3 +118,16 @@ def test_requests_of_a_rank_use_the_connections_and_the_key_of_the_server() -> N
     assert "Bearer new\r\n" in head
     assert there.kept is origin.kept
     assert "parallel" not in origin.request_bytes("GET", "/health").decode()
+
+
+def test_a_request_that_ends_before_it_is_sent_counts_nowhere() -> None:
+    """Its exchange may begin when it is cancelled already, and a held prompt may be refused."""
+    ranks = Ranks(2)
+    for number in range(5):
+        request, _ = ranks.send(prompt_of(1000 * number, LONG))
+        ranks.prefixes.ended(request)
+        ranks.prefixes.choose(request)
+        late = live(prompt_of(1000 * number, LONG))
+        ranks.prefixes.cached_of(late)
+        ranks.prefixes.choose(late)
+    assert not ranks.prefixes._places
