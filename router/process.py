@@ -19,7 +19,6 @@ from baton.tenants.usage.copies import UsageCopies
 from baton.tenants.usage.feed import UsageFeed
 from baton.tenants.usage.ledger import Ledger
 from router.lane import Lane
-from router.lanes.canaries import Canaries
 from router.lanes.gate import GateBook
 from router.lanes.lane_table import LaneTable
 from router.lanes.route_table import SyncedRoutes
@@ -111,7 +110,7 @@ class Process:
                 self.usage_counter.ended,
                 self.observer.ended,
                 GenAiMetrics(metrics, self.tracing.server).ended,
-                Canaries(self.gates).ended,
+                self.gates.ended,
             ),
         )
 

@@ -101,7 +101,6 @@ def test_a_new_canary_of_a_name_has_a_new_gate_and_a_larger_share_keeps_it() -> 
     assert book.get("chat") is not first
     book.follow(RouteTable())
     assert list(book) == []
-    book.ended("chat", "v2", Outcome(failed=True))
 
 
 def test_a_canary_that_was_thrown_out_leaves_its_reason_until_the_next_change() -> None:
