@@ -26,7 +26,6 @@ from router.frontend.api.call_response import AnswerContext
 from router.frontend.api.caller import Caller, read_headers
 from router.frontend.api.embeddings import EmbeddingAnswer
 from router.frontend.api.endpoints import Endpoints, read_body
-from router.frontend.api.formats.answer_format import ChunkFormat, DataEvents
 from router.frontend.api.formats.openai import AnswerHead, ChatFormat, CompletionFormat
 from router.frontend.api.images import Images, read_images
 from router.frontend.api.prepare import NO_GRAMMAR, AnswerGrammar, Preparer
@@ -227,14 +226,14 @@ class Calls:
     async def chat(self, body: ChatBody, arrival: Arrival) -> Response:
         """Return the response to a chat."""
         prepared, span = await self.chat_request(body, arrival)
-        chunks = ChatFormat(
+        layout = ChatFormat(
             n=prepared.sampling.n,
             custom=body.custom_tools,
             functions=bool(body.functions),
             **format_parts(prepared.request_id, body, arrival.lane),
         )
         context = self.context("chat", prepared.request_id, arrival, span)
-        return Answer(context, [prepared], events_of(chunks, body), stream=bool(body.stream))
+        return Answer(context, [prepared], layout, stream=bool(body.stream))
 
     async def chat_request(
         self, body: ChatBody, arrival: Arrival
@@ -261,14 +260,14 @@ class Calls:
         echoes = None
         if body.echo:
             echoes = await off_loop(arrival.size_bytes, lambda: _echoes(body, decode))
-        chunks = CompletionFormat(
+        layout = CompletionFormat(
             n=requests[0].sampling.n,
             echoes=echoes,
             echo_logprobs=body.logprobs,
             **format_parts(answer_id, body, arrival.lane),
         )
         context = self.context("completions", answer_id, arrival, span)
-        return Answer(context, requests, events_of(chunks, body), stream=bool(body.stream))
+        return Answer(context, requests, layout, stream=bool(body.stream))
 
     async def completion_requests(
         self, body: CompletionBody, arrival: Arrival
@@ -332,13 +331,6 @@ class Calls:
         )
 
 
-def events_of(chunks: ChunkFormat, body: GenerationBody) -> DataEvents:
-    """Return the events of a stream whose chunks have this format."""
-    return DataEvents(
-        chunks, include_usage=body.include_usage, continuous_usage=body.continuous_usage
-    )
-
-
 def _echoes(body: CompletionBody, decode: Callable[[list[int]], str]) -> list[str]:
     return [item if isinstance(item, str) else decode(item) for item in body.prompts()]
 
@@ -350,6 +342,7 @@ def format_parts(answer_id: str, body: GenerationBody, lane: Lane) -> dict[str, 
         "head": AnswerHead(answer_id, int(time.time()), body.model, fingerprint),
         "tokenizer": lane.model.tokenizer,
         "include_usage": body.include_usage,
+        "continuous_usage": body.continuous_usage,
         "prompt_logprobs": body.prompt_logprobs,
         "token_ids": bool(body.return_token_ids),
     }

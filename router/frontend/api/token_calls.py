@@ -17,7 +17,7 @@ from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.call_headers import client_id_of
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.api.formats.openai import TokensFormat
-from router.frontend.api.generation import Arrival, Calls, events_of, format_parts
+from router.frontend.api.generation import Arrival, Calls, format_parts
 from router.frontend.api.translation import Translation
 from router.frontend.off_loop import off_loop
 from router.process import Process
@@ -93,10 +93,9 @@ class _TokenCalls(Calls):
         client_id = arrival.caller.client_id
         answer_id = f"{TokensBody.id_prefix}-{client_id}" if client_id else request.answer_id
         parts = format_parts(answer_id, completion, arrival.lane)
-        chunks = TokensFormat(**parts | {"token_ids": bool(body.return_token_ids)})
+        layout = TokensFormat(**parts | {"token_ids": bool(body.return_token_ids)})
         context = self.context("generate", request.answer_id, arrival, span)
-        events = events_of(chunks, completion)
-        return Answer(context, [request], events, stream=bool(body.stream))
+        return Answer(context, [request], layout, stream=bool(body.stream))
 
     async def rendered(self, body: ChatBody | CompletionBody, arrival: Arrival) -> Response:
         grammar = await self.grammar(body, arrival)
