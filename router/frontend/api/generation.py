@@ -52,21 +52,9 @@ def routes(router: Process) -> Endpoints:
     api = Endpoints()
     calls = Calls(router)
 
-    @api.post_body("/v1/chat/completions", ChatBody)
-    async def chat_completions(request: Request) -> Response:
-        """Generate answers to a conversation."""
-        return await calls.answer(request, "chat", ChatBody, Calls.chat)
-
-    @api.post_body("/v1/completions", CompletionBody)
-    async def completions(request: Request) -> Response:
-        """Generate continuations of prompts."""
-        return await calls.answer(request, "completions", CompletionBody, Calls.completions)
-
-    @api.post_body("/v1/embeddings", EmbeddingBody)
-    async def embeddings(request: Request) -> Response:
-        """Compute a vector for each input."""
-        return await calls.answer(request, "embeddings", EmbeddingBody, Calls.embeddings)
-
+    calls.serve(api, "/v1/chat/completions", ChatBody, "chat", Calls.chat_completions)
+    calls.serve(api, "/v1/completions", CompletionBody, "completions", Calls.completions)
+    calls.serve(api, "/v1/embeddings", EmbeddingBody, "embeddings", Calls.embeddings)
     return api
 
 
@@ -108,7 +96,24 @@ class Calls:
         self._deliveries = Deliveries()
         self._relaxations = {lane: Relaxations(lane.grammars) for lane in router.lanes}
 
-    async def answer(
+    def serve(
+        self,
+        api: Endpoints,
+        path: str,
+        kind: type[_Body],
+        endpoint: str,
+        respond: Callable[[Self, _Body, Arrival], Awaitable[Response]],
+    ) -> None:
+        """Register ``respond``, whose name and docstring describe the call in OpenAPI."""
+
+        async def call(request: Request) -> Response:
+            return await self._answer(request, endpoint, kind, respond)
+
+        call.__name__ = respond.__name__
+        call.__doc__ = respond.__doc__
+        api.post_body(path, kind)(call)
+
+    async def _answer(
         self,
         request: Request,
         endpoint: str,
@@ -205,7 +210,7 @@ class Calls:
             raise
 
     async def embeddings(self, body: EmbeddingBody, arrival: Arrival) -> Response:
-        """Return the response to an embeddings call."""
+        """Compute a vector for each input."""
         context, requests = await self.embedding_requests("embeddings", body, arrival)
         return EmbeddingAnswer(context, requests, body)
 
@@ -223,8 +228,8 @@ class Calls:
             )
         return self.context(endpoint, requests[0].answer_id, arrival, span), requests
 
-    async def chat(self, body: ChatBody, arrival: Arrival) -> Response:
-        """Return the response to a chat."""
+    async def chat_completions(self, body: ChatBody, arrival: Arrival) -> Response:
+        """Generate answers to a conversation."""
         prepared, span = await self.chat_request(body, arrival)
         layout = ChatFormat(
             n=prepared.sampling.n,
@@ -253,7 +258,7 @@ class Calls:
         return len(prepared.prompt)
 
     async def completions(self, body: CompletionBody, arrival: Arrival) -> Response:
-        """Return the response to a completion of one or more prompts."""
+        """Generate continuations of prompts."""
         requests, span = await self.completion_requests(body, arrival)
         answer_id = requests[0].answer_id
         decode = arrival.lane.model.tokenizer.decode
