@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from baton.telemetry.logs import request_context
 from baton.types.errors import BatonError, InternalError
 from router.frontend.api.tracing import end_span
-from router.frontend.errors import ErrorShape, Refusal, error_response
+from router.frontend.errors import ErrorShape, error_response
 from router.frontend.http.connection import Deliveries
 from router.frontend.http.protocol import LimitedProtocol, connection_of
 from router.frontend.off_loop import off_loop
@@ -144,7 +144,7 @@ class CallResponse(Response):
         except BatonError as error:
             errors = self._context.errors
             call.is_kept = any(active.id in gateway.kept for active in call.active)
-            observers.refuse(call, error, errors.status(Refusal.of(error)))
+            observers.refuse(call, error, errors.status(error))
             response = error_response(error, call.id, errors, self._limit_headers())
             await response(scope, receive, send)
             return response.status_code

@@ -32,7 +32,7 @@ from router.frontend.api.prepare import NO_GRAMMAR, AnswerGrammar, Preparer
 from router.frontend.api.relaxation import Relaxations
 from router.frontend.api.structured_output import grammar_bytes, requested_grammar
 from router.frontend.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
-from router.frontend.errors import OPENAI_ERRORS, ErrorShape, Refusal, refused_id
+from router.frontend.errors import OPENAI_ERRORS, ErrorShape, refused_id
 from router.frontend.http.connection import Deliveries
 from router.frontend.http.departure import ended_by_departure
 from router.frontend.http.intake import arrived_ns_of
@@ -205,7 +205,7 @@ class Calls:
             )
             observers = self._router.observers
             with request_context(call.id, caller.traceparent if caller is not None else ""):
-                observers.refuse(call, refusal, self._errors.status(Refusal.of(refusal)))
+                observers.refuse(call, refusal, self._errors.status(refusal))
                 observers.end(call)
             raise
 
