@@ -6,8 +6,8 @@ from baton.config.golden_file import GoldenFileError, read_golden
 from baton.types.gates import Evidence, GoldenPrompt, GoldenRound, Tally
 from baton.types.routes import NameRoute, RouteTable
 from baton.types.versioned import TableChangeError
+from router.frontend.operators.gates.golden import GoldenAnswer, difference
 from router.lanes.gate import EVERY_NS, Gate, GateBook, Outcome
-from router.lanes.golden import GoldenAnswer, difference
 from router.lanes.routes import route, thrown_out, with_alias, with_canary
 
 CANARY = NameRoute(target="v1", canary="v2", share=0.1, since_ms=7)
