@@ -16,7 +16,7 @@ from baton.types.errors import (
     RateLimitError,
 )
 from router.routing.requests.call import Call
-from router.tenants.quota import EXCHANGE_NS, Never, QuotaReservation, Quotas, Taken, Wait
+from router.tenants.quota import EXCHANGE_NS, Never, QuotaReservation, Quotas, Wait
 
 _LOG = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class QuotaFeed:
                 f"try again in {after_s:.1f} s",
                 retry_after_s=after_s,
             )
-        return outcome.reservation if isinstance(outcome, Taken) else None
+        return outcome
 
     async def begun(self, call: Call) -> None:
         """Reserve the tokens of all prompts of a call, each once, and of all answers."""
