@@ -5,6 +5,11 @@ from batonpb.common_pb2 import BlockCounts, KvTier, WorkerStatus
 from baton.engine.process.step_rates import StepRates
 from baton.types.events import StepDone
 
+_SAME = (
+    *("running", "waiting", "answering", "answering_context", "coming_context"),
+    *("queued_prompt_tokens", "queued_prompt_context"),
+)
+
 
 def engine_status(load: StepDone, rates: StepRates) -> WorkerStatus:
     """Return a status with the fields that follow from an engine's last step and its rates."""
@@ -27,19 +32,13 @@ def engine_status(load: StepDone, rates: StepRates) -> WorkerStatus:
             )
             for tier in load.tiers
         ],
-        running=load.running,
-        waiting=load.waiting,
         steps=load.step,
-        answering=load.answering,
-        queued_prompt_tokens=load.queued_prompt_tokens,
         prefill_tokens_per_s=rates.prefill_tokens_per_s,
         prefill_token_s=prompt.token_s,
         prefill_context_s=prompt.context_s,
-        queued_prompt_context=load.queued_prompt_context,
         decode_step_s=rates.decode_step_s,
         decode_base_s=decode.step_s,
         decode_row_s=decode.row_s,
         decode_context_s=decode.context_s,
-        answering_context=load.answering_context,
-        coming_context=load.coming_context,
+        **{name: getattr(load, name) for name in _SAME},
     )
