@@ -141,7 +141,7 @@ async def serve(
             (lane, model, LaneSources.of(settings, lane, registry.of_lane(lane.fleet)))
             for lane, model in lanes
         ],
-        Sources.of(settings, registry, export.emit),
+        Sources(settings, registry, export.emit),
     )
     metrics = process.metrics
     _observe_registry(metrics, registry)
