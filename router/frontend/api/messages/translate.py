@@ -18,6 +18,7 @@ _HOSTED_BLOCKS = re.compile(
     r"server_tool_use|mcp_tool_(use|result)|tool_reference"
     r"|(web_search|web_fetch|(bash_|text_editor_)?code_execution|tool_search)_tool_result"
 )
+_SAME = ("stream", "temperature", "top_p", "top_k", "priority", "cache_salt", "service_tier")
 _NAMES = {
     r"response_format(\.json_schema)?": "output_config.format",
     "max_completion_tokens": "max_tokens",
@@ -227,15 +228,9 @@ def _thinking(body: CountTokensBody) -> dict[str, Any]:
 
 def _sampling(body: MessagesBody) -> dict[str, Any]:
     fields = {
+        **{name: getattr(body, name) for name in _SAME},
         "stop": body.stop_sequences or None,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "priority": body.priority,
-        "cache_salt": body.cache_salt,
         "prompt_cache_retention": _retention(body),
-        "service_tier": body.service_tier,
         "user": body.metadata.user_id if body.metadata is not None else None,
     }
     return {name: value for name, value in fields.items() if value is not None}

@@ -16,6 +16,10 @@ from router.frontend.api.responses.tools import OfferedTool, choice_of, joined, 
 from router.frontend.api.tool_use.custom import arguments_of
 from router.frontend.api.translation import Content, TranslatedConversation, Translation, required
 
+_SAME = (
+    *("stream", "temperature", "top_p", "seed", "user", "priority", "cache_salt"),
+    *("prompt_cache_key", "prompt_cache_retention", "service_tier"),
+)
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _NAMES = {
     r"response_format(\.json_schema)?": "text.format",
@@ -158,18 +162,7 @@ def _text(body: InputTokensBody) -> dict[str, Any]:
 
 
 def _sampling(body: ResponsesBody) -> dict[str, Any]:
-    fields = {
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "seed": body.seed,
-        "user": body.user,
-        "priority": body.priority,
-        "cache_salt": body.cache_salt,
-        "prompt_cache_key": body.prompt_cache_key,
-        "prompt_cache_retention": body.prompt_cache_retention,
-        "service_tier": body.service_tier,
-    }
+    fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     return {name: value for name, value in fields.items() if value is not None}
