@@ -37,8 +37,10 @@ from baton.telemetry.process_memory import (
 )
 from baton.wire.process_end import exit_process
 from router.app import build_app
-from router.frontend.group.group import RouterGroup
+from router.frontend.group.any_router import AnyRouter
 from router.frontend.group.member import Member
+from router.frontend.group.past_pages import PastPages
+from router.frontend.group.siblings import Siblings
 from router.frontend.http.acceptor import MAX_HANDSHAKES
 from router.frontend.http.certificate import LiveCertificate
 from router.frontend.http.monitoring import monitoring
@@ -109,6 +111,13 @@ def main() -> int:
     return 0
 
 
+def _grouped(app: ASGIApp, process: Process, member: Member) -> AnyRouter:
+    metrics = process.metrics
+    siblings = Siblings(member, process.observer.task_failed)
+    past = PastPages(member.folder, member.index, metrics.together)
+    return AnyRouter(app, siblings, past, metrics.together, metrics.exemplars, metrics.render)
+
+
 async def serve(
     core: ProcessCore,
     api_keys: Mapping[str, ApiKeyConfig] | None,
@@ -132,16 +141,15 @@ async def serve(
             (lane, model, LaneSources.of(settings, lane, registry.of_lane(lane.fleet)))
             for lane, model in lanes
         ],
-        Sources.of(settings, registry, export.emit),
+        Sources(settings, registry, export.emit),
     )
     metrics = process.metrics
     _observe_registry(metrics, registry)
     app: ASGIApp = build_app(process)
     group = None
     if member is not None:
-        group = RouterGroup(member, metrics, process.observer.task_failed)
+        app = group = _grouped(app, process, member)
         process.past_reports.file = member.folder / f"{member.index}.reports"
-        app = group.around(app)
     options = _https_options(process)
     config = server_config(
         app,

@@ -88,7 +88,7 @@ def build_app(process: Process) -> FastAPI:
     made = _endpoints(process)
     for endpoints in made:
         app.router.routes.extend(endpoints.routes)  # `include_router` would build each again
-    app.direct = [route for endpoints in made for route in endpoints.direct]
+    app.direct = {path: call for endpoints in made for path, call in endpoints.direct.items()}
     has_keys = process.access.needs_key
     app.add_middleware(Reserve, router=process)
     if not has_keys:

@@ -19,7 +19,6 @@ from baton.tenants.usage.copies import UsageCopies
 from baton.tenants.usage.feed import UsageFeed
 from baton.tenants.usage.ledger import Ledger
 from router.lane import Lane
-from router.lanes.canaries import Canaries
 from router.lanes.gate import GateBook
 from router.lanes.lane_table import LaneTable
 from router.lanes.route_table import SyncedRoutes
@@ -32,6 +31,8 @@ from router.routing.reports.request_log import RequestLog
 from router.routing.requests.call import Call, CallObservers
 from router.routing.requests.gen_ai_metrics import GenAiMetrics
 from router.routing.requests.observer import Observer
+from router.routing.requests.quota_feed import QuotaFeed
+from router.routing.requests.usage_counter import UsageCounter
 from router.served_model import ServedModel
 from router.settings import LaneSettings
 from router.sources import LaneSources, Sources
@@ -39,9 +40,7 @@ from router.tenants.access import AccessControl
 from router.tenants.issuer_keys import follow_keys
 from router.tenants.key_exchange import KeyExchange
 from router.tenants.limits_table import SyncedLimits
-from router.tenants.quota_feed import QuotaFeed
 from router.tenants.token_check import TokenCheck
-from router.tenants.usage_counter import UsageCounter
 
 _POLL_S = 0.01
 _SAMPLE_S = 1.0
@@ -111,7 +110,7 @@ class Process:
                 self.usage_counter.ended,
                 self.observer.ended,
                 GenAiMetrics(metrics, self.tracing.server).ended,
-                Canaries(self.gates).ended,
+                self.gates.ended,
             ),
         )
 

@@ -24,7 +24,6 @@ from baton.tenants.usage.shared import SharedUsage
 from router.settings import LaneSettings, ProcessSettings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
     """Tables of the fleet that all lanes of a router use. A router without Redis has none.
 
@@ -37,23 +36,14 @@ class Sources:
         routes: Aliases, canaries and shadows.
         gates: Evidence about canaries.
         responses: Responses for later turns.
+
+    Args:
+        export: Receives the entries of the audit log.
     """
 
-    keys: SharedKeys
-    limits: SharedLimits
-    quotas: SharedQuotas
-    usage: SharedUsage
-    erasures: Erasures
-    audit: AuditLog
-    routes: SharedRoutes
-    gates: SharedGates
-    responses: StoredResponses
-
-    @classmethod
-    def of(
-        cls, settings: ProcessSettings, registry: Registry, export: Callable[[bytes], None]
-    ) -> Self:
-        """Return the sources in a registry; ``export`` receives the entries of the audit log."""
+    def __init__(
+        self, settings: ProcessSettings, registry: Registry, export: Callable[[bytes], None]
+    ) -> None:
         kept = settings.clients.stored_responses
         limits = StoreLimits(
             keep_s=kept.keep_s,
@@ -61,17 +51,15 @@ class Sources:
             total_bytes=kept.max_total_bytes,
         )
         file = Path(settings.audit_file) if settings.audit_file else None
-        return cls(
-            keys=SharedKeys(registry),
-            limits=SharedLimits(registry),
-            quotas=SharedQuotas(registry),
-            usage=SharedUsage(registry),
-            erasures=Erasures(registry),
-            audit=AuditLog(AuditInbox(registry), file, export),
-            routes=SharedRoutes(registry),
-            gates=SharedGates(registry),
-            responses=StoredResponses(registry, limits),
-        )
+        self.keys = SharedKeys(registry)
+        self.limits = SharedLimits(registry)
+        self.quotas = SharedQuotas(registry)
+        self.usage = SharedUsage(registry)
+        self.erasures = Erasures(registry)
+        self.audit = AuditLog(AuditInbox(registry), file, export)
+        self.routes = SharedRoutes(registry)
+        self.gates = SharedGates(registry)
+        self.responses = StoredResponses(registry, limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

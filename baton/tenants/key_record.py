@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 KEY = re.compile(r"bt-([a-z0-9]{12})-[0-9a-f]{64}")
-ID = re.compile(r"[a-z0-9]{12}")
 ID_CHARACTERS = 12
 SECRET_BYTES = 32
 FORGET_AFTER_MS = 30 * 24 * 3600 * 1000
@@ -77,11 +76,6 @@ def joined(copy: KeyRecord, other: KeyRecord) -> KeyRecord:
         retires_ms=_earliest(copy.retires_ms, other.retires_ms),
         revoked_ms=_earliest(copy.revoked_ms, other.revoked_ms),
     )
-
-
-def encoded(record: KeyRecord) -> bytes:
-    """Return a record as JSON."""
-    return msgspec.json.encode(record)
 
 
 def decoded(raw: bytes) -> KeyRecord | None:

@@ -12,8 +12,10 @@ import secrets
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from baton.registry.redis_store import Registry, RegistryUnavailableError
-from baton.tenants.key_record import KeyRecord, encoded
+from baton.tenants.key_record import KeyRecord
 
 MAX_KEYS = 100_000
 _SLICE = 256  # records that are read or written at once
@@ -123,7 +125,7 @@ class SharedKeys:
         for at in range(0, len(changes), _SLICE):
             arguments: list[str | bytes] = []
             for expected, record in changes[at : at + _SLICE]:
-                arguments += (record.id, expected, encoded(record))
+                arguments += (record.id, expected, msgspec.json.encode(record))
             tables = (self._table, self._mark, self._log)
             call = ("EVAL", _SWAP, len(tables), *tables, secrets.token_hex(8), until_ms, *arguments)
             (done,) = await self._registry.send(call)

@@ -7,7 +7,7 @@ import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -41,32 +41,16 @@ _LONGEST_WAIT_S = 120  # OpenAI's clients wait no longer; Anthropic's would, for
 _OBJECTS = ("dict_type", "model_type", "model_attributes_type", "dataclass_type")
 
 
-class Refusal(NamedTuple):
-    """Error as clients see it; ``kind`` is OpenAI's ``type``."""
-
-    status: int
-    message: str
-    kind: str
-    code: str
-    param: str | None = None
-
-    @classmethod
-    def of(cls, error: BatonError) -> Self:
-        """Convert an error of ``baton.types.errors``."""
-        return cls(error.status, error.message, error.kind, error.code, error.param)
-
-
 class ErrorShape:
     """Format of an API's errors and of the headers with a request's id: OpenAI's, by default."""
 
-    def status(self, refusal: Refusal) -> int:
+    def status(self, error: BatonError) -> int:
         """Return the HTTP status code."""
-        return refusal.status
+        return error.status
 
-    def body(self, refusal: Refusal, request_id: str) -> dict[str, Any]:
+    def body(self, error: BatonError, request_id: str) -> dict[str, Any]:
         """Return the body as JSON."""
-        fields = {"message": refusal.message, "type": refusal.kind, "param": refusal.param}
-        return {"error": {**fields, "code": refusal.code}}
+        return error.body()
 
     def id_headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
         """Return the headers with the request's id, for successful responses as well."""
@@ -100,7 +84,7 @@ def error_response(
     body_is_late = isinstance(error, DeadlineError) and isinstance(error.__cause__, TimeoutError)
     if isinstance(error, SlowRequestError) or body_is_late:
         headers["connection"] = "close"  # the rest of the body is not read
-    return _response(Refusal.of(error), request_id, shape, headers)
+    return _response(error, request_id, shape, headers)
 
 
 def _is_final(error: BatonError) -> bool:
@@ -113,12 +97,12 @@ def _is_final(error: BatonError) -> bool:
 
 
 def _response(
-    refusal: Refusal, request_id: str, shape: ErrorShape, headers: Mapping[str, str] | None = None
+    error: BatonError, request_id: str, shape: ErrorShape, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     named = {name.decode(): value.decode() for name, value in shape.id_headers(request_id)}
     return JSONResponse(
-        shape.body(refusal, request_id),
-        status_code=shape.status(refusal),
+        shape.body(error, request_id),
+        status_code=shape.status(error),
         headers={**(named if request_id else {}), **(headers or {})},
     )
 
@@ -185,8 +169,9 @@ def install(
         message = messages.get(str(error.detail), str(error.detail))
         codes = {404: "not_found", 405: "method_not_allowed"}
         code = codes.get(error.status_code, "invalid_request")
-        refusal = Refusal(error.status_code, message, "invalid_request_error", code)
-        return _response(refusal, new_id(), shape_of(request), error.headers)
+        known = InvalidRequestError(message)
+        vars(known).update(status=error.status_code, code=code)  # else those of its class
+        return _response(known, new_id(), shape_of(request), error.headers)
 
     async def on_query_fault(request: Request, error: Exception) -> JSONResponse:
         if not isinstance(error, RequestValidationError):

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from baton.types.gates import Evidence, GoldenRound, Tally
 from baton.types.routes import NameRoute, RouteTable
 from router.lanes.comparison import bucket_of, too_many_errors, too_slow
+from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.call import Call
 
 EVERY_REQUESTS = 20
 """Requests of a canary after which its golden prompts run again."""
@@ -170,8 +172,27 @@ class GateBook:
             kept[name] = gate
         self._gates = kept
 
-    def ended(self, name: str, model: str, outcome: Outcome) -> None:
-        """Take the end of a request for a name, which ``model`` has answered."""
-        gate = self._gates.get(name)
-        if gate is not None:
-            gate.ended(model, outcome)
+    def ended(self, call: Call) -> None:
+        """Weigh a call for a name with a canary, unless the client caused its outcome."""
+        routed = call.requests[0].routed if call.requests else None
+        gate = self._gates.get(routed.requested) if routed is not None else None
+        if gate is None or routed is None or 400 <= call.status < 500:
+            return
+        failed = call.status >= 500 or any(error.status >= 500 for error in call.errors)
+        if failed or not call.active:
+            gate.ended(routed.model, Outcome(failed))
+        else:
+            gate.ended(routed.model, outcome_of(call.active[0]))
+
+
+def outcome_of(active: ActiveRequest) -> Outcome:
+    """Return the outcome of an answered request, with its latencies if it has generated tokens."""
+    record = active.record
+    if active.request.pooling or not record.first_token_ns:
+        return Outcome(failed=False)
+    later = record.completion_tokens // active.request.sampling.n - 1
+    return Outcome(
+        failed=False,
+        ttft_s=(record.first_token_ns - active.request.arrived_ns) / 1e9,
+        itl_s=(record.last_token_ns - record.first_token_ns) / 1e9 / later if later > 0 else None,
+    )

@@ -17,8 +17,7 @@ from typing import Literal
 from baton.telemetry.metrics import Metrics
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import BatonError, CancelledError_
-from router.lanes.canaries import outcome_of
-from router.lanes.gate import GateBook, Outcome
+from router.lanes.gate import GateBook, Outcome, outcome_of
 from router.lanes.lane_table import LaneTable
 from router.request import GenerationRequest
 from router.routing.requests.active_request import ActiveRequest

@@ -13,7 +13,7 @@ import msgspec
 
 from baton.registry.json_file import keep
 from baton.registry.redis_store import RegistryUnavailableError
-from baton.tenants.key_record import KeyRecord, encoded
+from baton.tenants.key_record import KeyRecord
 from baton.tenants.shared_keys import MAX_KEYS, Change, KeysSummary, SharedKeys
 from router.synced_table import TRIES, SyncedTable
 from router.tenants.key_table import IssuedKey, KeyTable
@@ -161,9 +161,8 @@ class KeyExchange(SyncedTable):
                     until_ms = now_ms + int((end_s - time.monotonic()) * 1000)
                     sent = True
                     if await self._shared.put(made, until_ms):
-                        self.table.merge(
-                            {change.record.id: encoded(change.record) for change in made}
-                        )
+                        records = (change.record for change in made)
+                        self.table.merge({one.id: msgspec.json.encode(one) for one in records})
                         break
                     sent = False
                 else:

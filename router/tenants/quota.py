@@ -44,13 +44,6 @@ class QuotaReservation:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """The call may run."""
-
-    reservation: QuotaReservation
-
-
-@dataclass(frozen=True, slots=True)
 class Wait:
     """The call does not fit now.
 
@@ -149,7 +142,7 @@ class Quotas:
 
     def take(
         self, tenant: str, prompt_tokens: int, choices: int, answer_tokens: int, now_ns: int
-    ) -> Taken | Wait | Never | None:
+    ) -> QuotaReservation | Wait | Never | None:
         """Reserve what a call is expected to use; None: the tenant has no limits.
 
         ``prompt_tokens``: tokens of all prompts, each counted once. ``answer_tokens``: most tokens
@@ -181,7 +174,7 @@ class Quotas:
                 continue
             short.append(lease)
         if not short:
-            return Taken(self._spend(state, reserved, choices, now_ns))
+            return self._spend(state, reserved, choices, now_ns)
         spent_up = [lease for lease in short if known and lease.is_refused]
         if not spent_up:
             for lease in state.leases.values():

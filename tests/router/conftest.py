@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from tests.router.settings import settings_of
 from tests.router.static_directory import StaticDirectory
 
 MODEL = "smollm2"
-SOURCES = {field.name for field in fields(Sources)}
 OPS = {"authorization": "Bearer secret"}  # the fleet's token
 
 
@@ -93,7 +92,9 @@ def process_of(model: ServedModel, directory, tables=None, **settings) -> Proces
 
 def sources_of(registry: Registry, **parts) -> Sources:
     """The sources in Redis, with ``parts`` in place of some."""
-    return replace(Sources.of(ProcessSettings(), registry, lambda _: None), **parts)
+    sources = Sources(ProcessSettings(), registry, lambda _: None)
+    vars(sources).update(parts)
+    return sources
 
 
 def free_port() -> int:
@@ -201,8 +202,9 @@ async def make_fleet(model):
         **more,
     ) -> Fleet:
         """``more``: settings, and sources in place of those in ``registry``."""
-        parts = {name: more.pop(name) for name in more.keys() & SOURCES}
-        sources = sources_of(registry, **parts) if registry is not None else None
+        sources = sources_of(registry) if registry is not None else None
+        for name in more.keys() & (vars(sources).keys() if sources is not None else set()):
+            setattr(sources, name, more.pop(name))
         registries.extend(filter(None, (registry, tables and tables.tickets)))
         api_keys = more.pop("api_keys", None)
         core, settings = settings_of(*served.names, **{"fleet_token": FleetToken("secret")} | more)

@@ -7,7 +7,8 @@ from baton.tenants.bank import Ask, Grant, Need
 from baton.tenants.limits import Limits
 from baton.tenants.quotas import SharedQuotas
 from router.tenants.lease import own_part
-from router.tenants.quota import EXCHANGE_NS, Quotas, Taken
+from router.tenants.quota import EXCHANGE_NS, Quotas
+from router.tenants.quota import QuotaReservation as Taken
 from tests.tenants.bank import Bank
 
 START_MS = 1_790_000_000_000
@@ -137,7 +138,7 @@ async def test_limits_that_are_removed_and_set_again_hold_at_once_in_redis(regis
                 if not isinstance(found, Taken):
                     found = quotas.take("team", 1, 1, 0, now_ns)
                 assert isinstance(found, Taken)
-                quotas.settle(found.reservation, 1, 0, now_ns)
+                quotas.settle(found, 1, 0, now_ns)
         for quotas in routers:
             quotas.set_limits({})
         now_ns += 60 * 10**9

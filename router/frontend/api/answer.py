@@ -21,7 +21,7 @@ from starlette.types import Send
 
 from router.frontend.api.call_response import AnswerContext, CallResponse, bulk_bytes
 from router.frontend.api.formats.answer_format import AnswerFormat
-from router.frontend.http.connection import Connection
+from router.frontend.http.protocol import LimitedProtocol
 from router.frontend.off_loop import off_loop
 from router.request import GenerationRequest
 from router.routing.requests.choice import Delta
@@ -93,7 +93,7 @@ class Answer(CallResponse):
         await self._end(send, self._layout.ended(self.call.active))
         return 200
 
-    async def _stream_directly(self, connection: Connection) -> None:
+    async def _stream_directly(self, connection: LimitedProtocol) -> None:
         """Sleep until all requests have ended or the client disconnects; `_deliver` writes.
 
         The last tokens, which arrive with the end of a request, remain to be written.

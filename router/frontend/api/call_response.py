@@ -15,8 +15,9 @@ from starlette.types import Receive, Scope, Send
 from baton.telemetry.logs import request_context
 from baton.types.errors import BatonError, InternalError
 from router.frontend.api.tracing import end_span
-from router.frontend.errors import ErrorShape, Refusal, error_response
-from router.frontend.http.connection import Connection, Deliveries, connection_of
+from router.frontend.errors import ErrorShape, error_response
+from router.frontend.http.connection import Deliveries
+from router.frontend.http.protocol import LimitedProtocol, connection_of
 from router.frontend.off_loop import off_loop
 from router.frontend.rate_limits import Headers
 from router.lane import Lane
@@ -63,7 +64,7 @@ class CallResponse(Response):
         self._wakeup = asyncio.Event()
         self._gone = False
         self._has_chunks = True  # HTTP/1.0 has none
-        self._connection: Connection | None = None
+        self._connection: LimitedProtocol | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the requests to their ends and write the response."""
@@ -143,7 +144,7 @@ class CallResponse(Response):
         except BatonError as error:
             errors = self._context.errors
             call.is_kept = any(active.id in gateway.kept for active in call.active)
-            observers.refuse(call, error, errors.status(Refusal.of(error)))
+            observers.refuse(call, error, errors.status(error))
             response = error_response(error, call.id, errors, self._limit_headers())
             await response(scope, receive, send)
             return response.status_code

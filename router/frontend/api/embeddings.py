@@ -11,7 +11,6 @@ from router.frontend.api.bodies.embedding import EmbeddingBody
 from router.frontend.api.call_response import AnswerContext, CallResponse
 from router.frontend.api.formats.answer_format import usage
 from router.request import GenerationRequest
-from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
 
 
@@ -67,8 +66,12 @@ class EmbeddingAnswer(CallResponse):
             "object": "list",
             "data": data,
             "model": self._body.model,
-            "usage": _usage(self.call.active),
+            "usage": self._usage(),
         }
+
+    def _usage(self) -> dict[str, int]:
+        tokens = usage(self.call.active)["prompt_tokens"]
+        return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
 def written(embedding: bytes, body: EmbeddingBody) -> list[float] | str:
@@ -80,8 +83,3 @@ def written(embedding: bytes, body: EmbeddingBody) -> list[float] | str:
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     numbers: list[float] = vector.astype(np.float32).tolist()
     return numbers
-
-
-def _usage(active_requests: Sequence[ActiveRequest]) -> dict[str, int]:
-    tokens = usage(active_requests)["prompt_tokens"]
-    return {"prompt_tokens": tokens, "total_tokens": tokens}

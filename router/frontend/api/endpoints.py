@@ -11,7 +11,6 @@ from typing import Any, TypeVar, get_type_hints
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
-from starlette.routing import Route
 
 from baton.types.errors import (
     ClientClosedError,
@@ -20,7 +19,7 @@ from baton.types.errors import (
     PayloadTooLargeError,
     SlowRequestError,
 )
-from router.frontend.http.encodings import BodyTooLargeError, Gunzip, utf8_of
+from router.frontend.http.encodings import Gunzip, utf8_of
 from router.process import Process
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
@@ -31,14 +30,14 @@ class Endpoints(APIRouter):
 
     Attributes:
         bodies: Classes of the bodies of `post_body` endpoints.
-        direct: Routes to those `post_body` endpoints that return a complete response. They bypass
+        direct: Those `post_body` endpoints that return a complete response, by path. They bypass
             FastAPI; its routes to the same endpoints serve as documentation.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.bodies: list[type[BaseModel]] = []
-        self.direct: list[Route] = []
+        self.direct: dict[str, Callable[..., Any]] = {}
 
     def post_body(self, path: str, kind: type[BaseModel]) -> Callable[[_Handler], _Handler]:
         """Register a POST endpoint that reads a body of this ``kind`` with `read_body`."""
@@ -49,7 +48,7 @@ class Endpoints(APIRouter):
 
         def documented(handler: _Handler) -> _Handler:
             if get_type_hints(handler).get("return") is Response:
-                self.direct.append(Route(path, handler, methods=["POST"], include_in_schema=False))
+                self.direct[path] = handler
             return self.post(path, openapi_extra=extra)(handler)
 
         return documented
@@ -87,8 +86,8 @@ async def read_body(request: Request, router: Process, *, deadline_s: float = 0.
                 if received_bytes > limit_bytes:
                     raise _too_large(limit_bytes)
                 body += piece if decoder is None else decoder.feed(piece, limit_bytes - len(body))
-    except BodyTooLargeError:
-        raise _too_large(limit_bytes) from None
+                if len(body) > limit_bytes:
+                    raise _too_large(limit_bytes)
     except ClientDisconnect as gone:
         raise ClientClosedError("the client disconnected while it sent the request") from gone
     except TimeoutError as late:

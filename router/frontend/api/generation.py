@@ -26,14 +26,13 @@ from router.frontend.api.call_response import AnswerContext
 from router.frontend.api.caller import Caller, read_headers
 from router.frontend.api.embeddings import EmbeddingAnswer
 from router.frontend.api.endpoints import Endpoints, read_body
-from router.frontend.api.formats.answer_format import ChunkFormat, DataEvents
 from router.frontend.api.formats.openai import AnswerHead, ChatFormat, CompletionFormat
 from router.frontend.api.images import Images, read_images
 from router.frontend.api.prepare import NO_GRAMMAR, AnswerGrammar, Preparer
 from router.frontend.api.relaxation import Relaxations
 from router.frontend.api.structured_output import grammar_bytes, requested_grammar
 from router.frontend.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
-from router.frontend.errors import OPENAI_ERRORS, ErrorShape, Refusal, refused_id
+from router.frontend.errors import OPENAI_ERRORS, ErrorShape, refused_id
 from router.frontend.http.connection import Deliveries
 from router.frontend.http.departure import ended_by_departure
 from router.frontend.http.intake import arrived_ns_of
@@ -53,21 +52,9 @@ def routes(router: Process) -> Endpoints:
     api = Endpoints()
     calls = Calls(router)
 
-    @api.post_body("/v1/chat/completions", ChatBody)
-    async def chat_completions(request: Request) -> Response:
-        """Generate answers to a conversation."""
-        return await calls.answer(request, "chat", ChatBody, Calls.chat)
-
-    @api.post_body("/v1/completions", CompletionBody)
-    async def completions(request: Request) -> Response:
-        """Generate continuations of prompts."""
-        return await calls.answer(request, "completions", CompletionBody, Calls.completions)
-
-    @api.post_body("/v1/embeddings", EmbeddingBody)
-    async def embeddings(request: Request) -> Response:
-        """Compute a vector for each input."""
-        return await calls.answer(request, "embeddings", EmbeddingBody, Calls.embeddings)
-
+    calls.serve(api, "/v1/chat/completions", ChatBody, "chat", Calls.chat_completions)
+    calls.serve(api, "/v1/completions", CompletionBody, "completions", Calls.completions)
+    calls.serve(api, "/v1/embeddings", EmbeddingBody, "embeddings", Calls.embeddings)
     return api
 
 
@@ -109,7 +96,24 @@ class Calls:
         self._deliveries = Deliveries()
         self._relaxations = {lane: Relaxations(lane.grammars) for lane in router.lanes}
 
-    async def answer(
+    def serve(
+        self,
+        api: Endpoints,
+        path: str,
+        kind: type[_Body],
+        endpoint: str,
+        respond: Callable[[Self, _Body, Arrival], Awaitable[Response]],
+    ) -> None:
+        """Register ``respond``, whose name and docstring describe the call in OpenAPI."""
+
+        async def call(request: Request) -> Response:
+            return await self._answer(request, endpoint, kind, respond)
+
+        call.__name__ = respond.__name__
+        call.__doc__ = respond.__doc__
+        api.post_body(path, kind)(call)
+
+    async def _answer(
         self,
         request: Request,
         endpoint: str,
@@ -201,12 +205,12 @@ class Calls:
             )
             observers = self._router.observers
             with request_context(call.id, caller.traceparent if caller is not None else ""):
-                observers.refuse(call, refusal, self._errors.status(Refusal.of(refusal)))
+                observers.refuse(call, refusal, self._errors.status(refusal))
                 observers.end(call)
             raise
 
     async def embeddings(self, body: EmbeddingBody, arrival: Arrival) -> Response:
-        """Return the response to an embeddings call."""
+        """Compute a vector for each input."""
         context, requests = await self.embedding_requests("embeddings", body, arrival)
         return EmbeddingAnswer(context, requests, body)
 
@@ -224,17 +228,17 @@ class Calls:
             )
         return self.context(endpoint, requests[0].answer_id, arrival, span), requests
 
-    async def chat(self, body: ChatBody, arrival: Arrival) -> Response:
-        """Return the response to a chat."""
+    async def chat_completions(self, body: ChatBody, arrival: Arrival) -> Response:
+        """Generate answers to a conversation."""
         prepared, span = await self.chat_request(body, arrival)
-        chunks = ChatFormat(
+        layout = ChatFormat(
             n=prepared.sampling.n,
             custom=body.custom_tools,
             functions=bool(body.functions),
             **format_parts(prepared.request_id, body, arrival.lane),
         )
         context = self.context("chat", prepared.request_id, arrival, span)
-        return Answer(context, [prepared], events_of(chunks, body), stream=bool(body.stream))
+        return Answer(context, [prepared], layout, stream=bool(body.stream))
 
     async def chat_request(
         self, body: ChatBody, arrival: Arrival
@@ -254,21 +258,21 @@ class Calls:
         return len(prepared.prompt)
 
     async def completions(self, body: CompletionBody, arrival: Arrival) -> Response:
-        """Return the response to a completion of one or more prompts."""
+        """Generate continuations of prompts."""
         requests, span = await self.completion_requests(body, arrival)
         answer_id = requests[0].answer_id
         decode = arrival.lane.model.tokenizer.decode
         echoes = None
         if body.echo:
             echoes = await off_loop(arrival.size_bytes, lambda: _echoes(body, decode))
-        chunks = CompletionFormat(
+        layout = CompletionFormat(
             n=requests[0].sampling.n,
             echoes=echoes,
             echo_logprobs=body.logprobs,
             **format_parts(answer_id, body, arrival.lane),
         )
         context = self.context("completions", answer_id, arrival, span)
-        return Answer(context, requests, events_of(chunks, body), stream=bool(body.stream))
+        return Answer(context, requests, layout, stream=bool(body.stream))
 
     async def completion_requests(
         self, body: CompletionBody, arrival: Arrival
@@ -332,13 +336,6 @@ class Calls:
         )
 
 
-def events_of(chunks: ChunkFormat, body: GenerationBody) -> DataEvents:
-    """Return the events of a stream whose chunks have this format."""
-    return DataEvents(
-        chunks, include_usage=body.include_usage, continuous_usage=body.continuous_usage
-    )
-
-
 def _echoes(body: CompletionBody, decode: Callable[[list[int]], str]) -> list[str]:
     return [item if isinstance(item, str) else decode(item) for item in body.prompts()]
 
@@ -350,6 +347,7 @@ def format_parts(answer_id: str, body: GenerationBody, lane: Lane) -> dict[str, 
         "head": AnswerHead(answer_id, int(time.time()), body.model, fingerprint),
         "tokenizer": lane.model.tokenizer,
         "include_usage": body.include_usage,
+        "continuous_usage": body.continuous_usage,
         "prompt_logprobs": body.prompt_logprobs,
         "token_ids": bool(body.return_token_ids),
     }

@@ -17,7 +17,7 @@ from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.call_headers import client_id_of
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.api.formats.openai import TokensFormat
-from router.frontend.api.generation import Arrival, Calls, events_of, format_parts
+from router.frontend.api.generation import Arrival, Calls, format_parts
 from router.frontend.api.translation import Translation
 from router.frontend.off_loop import off_loop
 from router.process import Process
@@ -34,20 +34,11 @@ def routes(router: Process) -> Endpoints:
     api = Endpoints()
     calls = _TokenCalls(router)
 
-    @api.post_body("/inference/v1/generate", GenerateBody)
-    async def generate(request: Request) -> Response:
-        """Continue token ids with token ids."""
-        return await calls.answer(request, "generate", GenerateBody, _TokenCalls.generate)
-
-    @api.post_body("/v1/chat/completions/render", ChatBody)
-    async def render_chat(request: Request) -> Response:
-        """Convert a chat to a body of ``/inference/v1/generate``, without running the model."""
-        return await calls.answer(request, "render", ChatBody, _TokenCalls.rendered)
-
-    @api.post_body("/v1/completions/render", CompletionBody)
-    async def render_completion(request: Request) -> Response:
-        """Convert each prompt to a body of ``/inference/v1/generate``."""
-        return await calls.answer(request, "render", CompletionBody, _TokenCalls.rendered)
+    chat = "/v1/chat/completions/render", ChatBody, "render"
+    completions = "/v1/completions/render", CompletionBody, "render"
+    calls.serve(api, "/inference/v1/generate", GenerateBody, "generate", _TokenCalls.generate)
+    calls.serve(api, *chat, _TokenCalls.render_chat)
+    calls.serve(api, *completions, _TokenCalls.render_completion)
 
     @api.post("/inference/v1/abort_requests", include_in_schema=False)
     async def abort_requests(request: Request) -> Response:
@@ -83,6 +74,7 @@ def _names(request: GenerationRequest) -> set[str]:
 
 class _TokenCalls(Calls):
     async def generate(self, body: GenerateBody, arrival: Arrival) -> Response:
+        """Continue token ids with token ids."""
         caller = arrival.caller
         if not caller.client_id and body.request_id:
             client_id = client_id_of({"x-request-id": body.request_id})
@@ -93,12 +85,19 @@ class _TokenCalls(Calls):
         client_id = arrival.caller.client_id
         answer_id = f"{TokensBody.id_prefix}-{client_id}" if client_id else request.answer_id
         parts = format_parts(answer_id, completion, arrival.lane)
-        chunks = TokensFormat(**parts | {"token_ids": bool(body.return_token_ids)})
+        layout = TokensFormat(**parts | {"token_ids": bool(body.return_token_ids)})
         context = self.context("generate", request.answer_id, arrival, span)
-        events = events_of(chunks, completion)
-        return Answer(context, [request], events, stream=bool(body.stream))
+        return Answer(context, [request], layout, stream=bool(body.stream))
 
-    async def rendered(self, body: ChatBody | CompletionBody, arrival: Arrival) -> Response:
+    async def render_chat(self, body: ChatBody, arrival: Arrival) -> Response:
+        """Convert a chat to a body of ``/inference/v1/generate``, without running the model."""
+        return await self._rendered(body, arrival)
+
+    async def render_completion(self, body: CompletionBody, arrival: Arrival) -> Response:
+        """Convert each prompt to a body of ``/inference/v1/generate``."""
+        return await self._rendered(body, arrival)
+
+    async def _rendered(self, body: ChatBody | CompletionBody, arrival: Arrival) -> Response:
         grammar = await self.grammar(body, arrival)
         preparer, caller = arrival.preparer, arrival.caller
 

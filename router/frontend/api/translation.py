@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ from router.request import GenerationRequest
 Content = str | list[Any]
 """Text, or texts and images."""
 
+_Value = TypeVar("_Value")
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 _PART = re.compile(r"\.content\[(\d+)\]")
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.(?:function|custom)\b)?")
@@ -159,6 +160,13 @@ class Translation:
             if count:
                 return renamed
         return param
+
+
+def required(value: _Value | None, param: str) -> _Value:
+    """Return the value of a field that must be there."""
+    if value is None:
+        raise InvalidRequestError.at(param, "is required")
+    return value
 
 
 def as_answer(

@@ -303,7 +303,7 @@ class _Run:
             if self._store.has(self.batch):
                 self._keep()
             else:
-                self._store.remove(self.batch)
+                self._store.remove(self.batch.tenant, "batches", self.batch.id)
 
     def _keep(self) -> None:
         batch = self.batch

@@ -189,14 +189,20 @@ class BatchStore:
         """Return whether the batch has a record."""
         return self.path_of(batch, "json").exists()
 
-    def remove(self, batch: BatchRecord) -> bool:
-        """Remove a batch's record and files; return whether this call removed the record."""
-        is_removed = False
-        for path in self._folder(batch.tenant, "batches").glob(f"{batch.id}.*"):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-                is_removed = is_removed or path.suffix == ".json"
-        return is_removed
+    def remove(self, tenant: str, kind: str, record_id: str) -> bool:
+        """Remove a record of ``files`` or ``batches`` and all beside it, the record last.
+
+        Return whether this call removed the record.
+        """
+        folder = self._folder(tenant, kind)
+        for path in folder.glob(f"{record_id}.*"):
+            if path.suffix != ".json":
+                path.unlink(missing_ok=True)
+        try:
+            (folder / f"{record_id}.json").unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
     @contextlib.contextmanager
     def changing(self, tenant: str) -> Iterator[None]:
@@ -255,20 +261,20 @@ class BatchStore:
             keep_s = self.keep_s(tenant)
             for batch in self.batches(tenant):
                 if batch.ended and batch.ended_s + keep_s < now_s:
-                    self.remove(batch)
+                    self.remove(tenant, "batches", batch.id)
             for record in self.files(tenant):
                 if min(record.expires_s, record.created_s + keep_s) < now_s:
                     with contextlib.suppress(InvalidRequestError):  # its batch has not ended
                         self.delete_file(tenant, record.id)
-            self._sweep_strays(tenant, now_s)
+            self.sweep_strays(tenant, now_s - _STRAY_S)
 
-    def _sweep_strays(self, tenant: str, now_s: float) -> None:
+    def sweep_strays(self, tenant: str, until_s: float) -> None:
         """Remove files without a record, which count towards the limits but cannot be deleted."""
         for path in (self.root / tenant).glob("*/*"):
             if path.suffix == ".json" or path.with_suffix(".json").exists():
                 continue
             with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime + _STRAY_S < now_s:
+                if path.stat().st_mtime <= until_s:
                     path.unlink()
 
     @contextlib.contextmanager

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.telemetry import openmetrics
 from router.frontend.group.pages import Pages
 from router.frontend.group.past_pages import PastPages
-from router.frontend.group.siblings import OWN_ANSWER, Siblings
+from router.frontend.group.siblings import OWN_ANSWER, Accept, MakeConnection, Siblings
 from router.frontend.group.together import latest_of, load_of, series_of
 
 _PID = b"x-baton-router"
@@ -74,13 +74,27 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnyRouter:
-    """ASGI application of a router that has siblings; ``together`` is explained in `Pages`."""
+    """ASGI application of a router that has siblings; ``together`` is explained in `Pages`.
+
+    ``render`` returns the metrics of this router alone.
+    """
 
     app: ASGIApp
     siblings: Siblings
     past: PastPages
     together: Mapping[str, str]
     exemplars: Callable[[], Mapping[tuple[object, ...], Exemplar]] = dict
+    render: Callable[[], bytes] = bytes
+
+    async def join(self, make_connection: MakeConnection, accept: Accept) -> None:
+        """Join the group, now that this router serves; see `Siblings.start`."""
+        await asyncio.to_thread(self.past.sum_up)
+        await self.siblings.start(make_connection, accept)
+
+    async def close(self) -> None:
+        """Leave the group and save this router's metrics."""
+        await self.siblings.close()
+        self.past.keep(self.render())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one call, with the help of other routers if it needs them."""

@@ -11,11 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from starlette.types import Scope
-
 from router.frontend.http.pace import Pace
-
-_EXTENSION = "baton.connection"
 
 
 class Follower(Protocol):
@@ -26,46 +22,6 @@ class Follower(Protocol):
 
     def on_lost(self) -> None:
         """Handle that the client has disconnected."""
-
-
-class Connection(Protocol):
-    """Interface of ``router.frontend.http.protocol.LimitedProtocol`` for responses.
-
-    Attributes:
-        has_key: Whether a request has shown a valid key since places are few.
-        is_reserved: Whether only health probes and valid keys may use its place.
-    """
-
-    has_key: bool
-    is_reserved: bool
-
-    @property
-    def is_crowded(self) -> bool:
-        """True if places are few; only then keys are looked up for them."""
-
-    @property
-    def writable(self) -> bool:
-        """True if the client is connected and keeps up."""
-
-    def write_piece(self, body: bytes) -> None:
-        """Write a piece of a body; ``send`` writes its beginning and its end."""
-
-    def follow(self, follower: Follower) -> None:
-        """Notify this follower only, from now on."""
-
-    def unfollow(self, follower: Follower) -> None:
-        """Stop notifying this follower, unless the next request has replaced it."""
-
-
-def lend(scope: Scope, connection: Connection) -> None:
-    """Store the connection of a call for `connection_of`."""
-    scope["extensions"] = {**scope.get("extensions", {}), _EXTENSION: connection}
-
-
-def connection_of(scope: Scope) -> Connection | None:
-    """Return the connection of a call; None if another server runs it."""
-    connection: Connection | None = scope.get("extensions", {}).get(_EXTENSION)
-    return connection
 
 
 class Deliveries:

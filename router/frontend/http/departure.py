@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from starlette.types import Scope
 
 from baton.types.errors import ClientClosedError
-from router.frontend.http.connection import connection_of
+from router.frontend.http.protocol import connection_of
 
 
 class _Departure:

@@ -1,13 +1,11 @@
 """Direct calls of the busiest endpoints, without FastAPI's routing and middlewares."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from starlette.middleware import Middleware
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.requests import Request
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
@@ -15,10 +13,10 @@ class DirectFastAPI(FastAPI):
     """FastAPI application that calls some POST endpoints directly.
 
     Attributes:
-        direct: Routes with a fixed path, whose endpoints accept a request and return a response.
+        direct: Endpoints by path, which accept a request and return a response.
     """
 
-    direct: Sequence[Route] = ()
+    direct: Mapping[str, Callable[[Request], Awaitable[Response]]]
 
     def build_middleware_stack(self) -> ASGIApp:
         """Build the application's stack, and a shorter one for the direct endpoints."""
@@ -29,29 +27,20 @@ class DirectFastAPI(FastAPI):
             *self.user_middleware,
             Middleware(ExceptionMiddleware, handlers=known),
         ]
-        stack: ASGIApp = _DirectEndpoints(self.direct)
+        endpoints = self.direct
+
+        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            response = await endpoints[scope["path"]](Request(scope, receive, send))
+            await response(scope, receive, send)
+
+        stack: ASGIApp = call
         for layer in reversed(around):
             stack = layer.cls(stack, *layer.args, **layer.kwargs)
-        paths = frozenset(route.path for route in self.direct)
-        return _Fork(paths, stack, super().build_middleware_stack())
+        others = super().build_middleware_stack()
 
+        async def fork(scope: Scope, receive: Receive, send: Send) -> None:
+            is_direct = scope["type"] == "http" and scope["method"] == "POST"
+            app = stack if is_direct and scope["path"] in endpoints else others
+            await app(scope, receive, send)
 
-class _DirectEndpoints:
-    def __init__(self, routes: Sequence[Route]) -> None:
-        self._endpoints = {route.path: route.endpoint for route in routes}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self._endpoints[scope["path"]](Request(scope, receive, send))
-        await response(scope, receive, send)
-
-
-class _Fork:
-    def __init__(self, paths: frozenset[str], direct: ASGIApp, others: ASGIApp) -> None:
-        self._paths = paths
-        self._direct = direct
-        self._others = others
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_direct = scope["type"] == "http" and scope["method"] == "POST"
-        app = self._direct if is_direct and scope["path"] in self._paths else self._others
-        await app(scope, receive, send)
+        return fork

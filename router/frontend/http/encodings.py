@@ -18,10 +18,6 @@ _OTHERS = (
 )
 
 
-class BodyTooLargeError(Exception):
-    """A decompressed body exceeds the limit."""
-
-
 class Gunzip:
     """Incremental decoder of gzip bodies with one or more members."""
 
@@ -50,21 +46,18 @@ class Gunzip:
         return zlib.decompressobj(16 + zlib.MAX_WBITS)
 
     def feed(self, data: bytes, room: int) -> bytes:
-        """Decompress ``data``.
+        """Decompress ``data``, up to one byte more than ``room``.
 
         Raises:
-            BodyTooLargeError: The result has more than ``room`` bytes.
             InvalidRequestError: The data is not valid gzip.
         """
         self._begun = self._begun or bool(data)
         output = bytearray()
         try:
-            while data:
+            while data and len(output) <= room:
                 if self._inflate.eof:
                     self._inflate = self._new()
                 output += self._inflate.decompress(data, room - len(output) + 1)
-                if len(output) > room:
-                    raise BodyTooLargeError
                 data = self._inflate.unused_data if self._inflate.eof else b""
         except zlib.error as error:
             raise _corrupt(str(error)) from error

@@ -135,3 +135,11 @@ class Places(Generic[_Connection]):
         if known.version == 6:
             return str(ipaddress.ip_network((known, _IPV6_BITS), strict=False))
         return str(known)
+
+
+def no_place(limit: int) -> str:
+    """Return the message for a client without a place."""
+    return (
+        f"{limit} connections are open, the limit (clients.max_connections), or half of them of "
+        "this address; retry later"
+    )

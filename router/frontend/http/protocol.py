@@ -19,7 +19,7 @@ from typing import Any
 import httptools
 import msgspec
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -34,15 +34,15 @@ from baton.types.errors import (
 )
 from router.frontend.errors import error_response
 from router.frontend.http.backlog import Backlog
-from router.frontend.http.connection import Follower, lend
+from router.frontend.http.connection import Follower
 from router.frontend.http.head_writer import HeadWriter
 from router.frontend.http.intake import Intake
-from router.frontend.http.places import Places
-from router.frontend.http.reserve import no_place
+from router.frontend.http.places import Places, no_place
 
 MAX_HEADER_BYTES = 64 * 1024
 """More than 40 times the usual size; the parser itself has no limit."""
 
+_EXTENSION = "baton.connection"
 _RESERVE_HEADER_S = 1.0  # a silent client must not hold a place of the reserve
 # Of two values, a proxy and the router could take another one each.
 _ONCE = frozenset({b"host", b"authorization", b"x-api-key", b"x-baton-tenant", b"origin"})
@@ -155,7 +155,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def is_crowded(self) -> bool:
-        """True if places are few."""
+        """True if places are few; only then keys are looked up for them."""
         return self._places.is_crowded
 
     def _make_way(self, other: "LimitedProtocol | None") -> None:
@@ -347,7 +347,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._spare_bytes = MAX_HEADER_BYTES
         self._began = True
-        lend(self.scope, self)  # type: ignore[arg-type]
+        self.scope["extensions"] = {**self.scope.get("extensions", {}), _EXTENSION: self}  # type: ignore[dict-item]
 
     @property
     def writable(self) -> bool:
@@ -355,7 +355,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return not (self.flow.write_paused or self.transport.is_closing())
 
     def write_piece(self, body: bytes) -> None:
-        """Write a piece of a chunked body."""
+        """Write a piece of a chunked body; ``send`` writes its beginning and its end."""
         self._writer.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def follow(self, follower: Follower) -> None:
@@ -365,7 +365,7 @@ class LimitedProtocol(HttpToolsProtocol):
             follower.on_lost()
 
     def unfollow(self, follower: Follower) -> None:
-        """Stop notifying this follower."""
+        """Stop notifying this follower, unless the next request has replaced it."""
         if self._follower is follower:
             self._follower = None
 
@@ -414,6 +414,12 @@ class LimitedProtocol(HttpToolsProtocol):
         )
         self.transport.close()
         self._backlog.watch()
+
+
+def connection_of(scope: Scope) -> LimitedProtocol | None:
+    """Return the connection of a call; None if another server runs it."""
+    connection: LimitedProtocol | None = scope.get("extensions", {}).get(_EXTENSION)
+    return connection
 
 
 def _too_large() -> PayloadTooLargeError:

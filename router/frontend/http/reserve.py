@@ -5,7 +5,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.types.errors import BatonError, UnavailableError
-from router.frontend.http.connection import connection_of
+from router.frontend.http.places import no_place
+from router.frontend.http.protocol import connection_of
 from router.frontend.http.web_pages import PROBES
 from router.process import Process
 
@@ -35,11 +36,3 @@ class Reserve:
         response = await refuse(Request(scope), error)
         response.headers["connection"] = "close"
         await response(scope, receive, send)
-
-
-def no_place(limit: int) -> str:
-    """Return the message for a client without a place."""
-    return (
-        f"{limit} connections are open, the limit (clients.max_connections), or half of them of "
-        "this address; retry later"
-    )

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from router.frontend.group.group import RouterGroup
+from router.frontend.group.any_router import AnyRouter
 from router.frontend.http.acceptor import Acceptor
 
 _LOOK_EVERY_S = 0.1
@@ -32,7 +32,7 @@ class RouterServer(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        group: RouterGroup | None = None,
+        group: AnyRouter | None = None,
         *,
         leave_limit_s: float = 0.0,
         count_failure: Callable[[str], None] = lambda _: None,
@@ -93,7 +93,7 @@ class RouterServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop uvicorn; when leaving, after all responses have ended."""
         if self._group is not None:
-            await self._group.leave()
+            await self._group.siblings.leave()
         for acceptor in self._acceptors:
             await acceptor.close()
         if self._leaving:

@@ -8,7 +8,7 @@ may be missing.
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -52,7 +52,7 @@ def routes(router: Process, shared: SharedUsage) -> Endpoints:
     async def completions_usage(request: Request) -> dict[str, Any]:
         """Return usage in OpenAI's form: `project_id` is the tenant."""
         access = router.access.of(request.headers)
-        query = _Query.of(request.query_params)
+        query = _Query(request.query_params)
         hours = await read(query.begin_s // HOUR_S, query.end_s // HOUR_S)
         only = None if access.operator else access.tenant
         return query.page(hours, only)
@@ -84,40 +84,32 @@ def routes(router: Process, shared: SharedUsage) -> Endpoints:
     return api
 
 
-class _Query(msgspec.Struct):
+class _Query:
     """Parameters of OpenAI's call; times are whole buckets, and ``end_s`` is the page's."""
 
-    begin_s: int
-    end_s: int
-    last_s: int
-    width_s: int
-    groups: Collection[str]
-    only: dict[str, Collection[str]]
-    is_batch: bool | None
-
-    @classmethod
-    def of(cls, given: QueryParams) -> "_Query":
+    def __init__(self, given: QueryParams) -> None:
         width = given.get("bucket_width", "1d")
         if width not in _WIDTHS:
             raise InvalidRequestError.at(
                 "bucket_width", f"must be 1h or 1d, since usage is kept by the hour (got {width!r})"
             )
-        width_s, default, most = _WIDTHS[width]
+        self.width_s, default, most = _WIDTHS[width]
         limit = _seconds(given, "limit", default)
         if not 1 <= limit <= most:
             raise InvalidRequestError.at("limit", f"must be from 1 to {most} (got {limit})")
         if "start_time" not in given:
             raise InvalidRequestError.at("start_time", "is required, in Unix seconds")
         last_s = _seconds(given, "end_time", _open_end_s())
-        last_s = -(-last_s // width_s) * width_s
+        self.last_s = -(-last_s // self.width_s) * self.width_s
         begin_s = _seconds(given, "start_time", 0)
         if "page" in given:
             begin_s = _seconds(given, "page", 0)
-        begin_s = begin_s // width_s * width_s
-        if begin_s >= last_s:
+        self.begin_s = begin_s // self.width_s * self.width_s
+        if self.begin_s >= self.last_s:
             raise InvalidRequestError.at("end_time", "must be after start_time")
-        groups = _listed(given, "group_by")
-        for name in groups:
+        self.end_s = min(self.last_s, self.begin_s + limit * self.width_s)
+        self.groups = _listed(given, "group_by")
+        for name in self.groups:
             if name not in _GROUPS:
                 raise InvalidRequestError.at(
                     "group_by", f"{name[:40]!r} is none of {', '.join(_GROUPS)}"
@@ -126,15 +118,8 @@ class _Query(msgspec.Struct):
             raise InvalidRequestError.at("user_ids", "usage is not kept by user")
         filters = {"tenant": "project_ids", "key": "api_key_ids", "model": "models"}
         only = {field: set(_listed(given, name)) for field, name in filters.items()}
-        return cls(
-            begin_s=begin_s,
-            end_s=min(last_s, begin_s + limit * width_s),
-            last_s=last_s,
-            width_s=width_s,
-            groups=groups,
-            only={field: names for field, names in only.items() if names},
-            is_batch=given["batch"] == "true" if "batch" in given else None,
-        )
+        self.only = {field: names for field, names in only.items() if names}
+        self.is_batch = given["batch"] == "true" if "batch" in given else None
 
     def page(self, hours: Sequence[HourUsage], tenant: str | None) -> dict[str, Any]:
         rows = [row for hour in hours for row in hour.rows.items() if self._has(row[0], tenant)]

@@ -32,7 +32,7 @@ from router.routing.placement.prefix_sources import Source
 from router.routing.placement.pricing import Asked
 from router.routing.placement.prompt_hashes import HashSeedCache, prompt_hashes
 from router.routing.placement.resident_sessions import BEGINS, PromptSession, ResidentSessions
-from router.routing.placement.shortlist import Described, PromptToPlace, Shortlist
+from router.routing.placement.shortlist import PromptToPlace, Shortlist, described
 from router.routing.placement.worker_columns import Workers
 from router.routing.placement.worker_load import NO_TIERS, LoadReader, Rates, Reports, loads_of
 from router.routing.workers.slot import WorkerSlot
@@ -325,7 +325,7 @@ class Placer:
             raise _unmet(request)
         wait_per_s = partial(self._crowding.wait_per_s, continues=asked.continues)
         waits = {role: wait_per_s(role) for role in ("prefill", "decode")}
-        compared = Described(placed, asked, rates, waits)
+        compared = described(placed, asked, rates, waits)
         ties: Sequence[int] = range(
             bisect_left(placed.costs_s, placed.costs_s[0] + self._settings.tie_s)
         )

@@ -5,11 +5,11 @@ whole columns (``worker_columns.py``), and a price for the few workers that are 
 """
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ from router.routing.placement.prefix_sources import (
 from router.routing.placement.pricing import Asked, Pricing
 from router.routing.placement.resident_sessions import BEGINS, PromptSession
 from router.routing.placement.worker_columns import WorkerColumns, Workers
-from router.routing.placement.worker_load import NO_TIERS, Known, Rates, ReportedWorker, Reports
+from router.routing.placement.worker_load import NO_TIERS, Known, Rates, Reports
 from router.routing.workers.slot import WorkerSlot
 
 _JITTER_S = 1e-9  # random order of equal workers
@@ -43,6 +43,7 @@ _CROWDING_EVERY_NS = 20_000_000
 _NOTHING = Unreported()
 
 _Column = npt.NDArray[np.float64]
+_Made = TypeVar("_Made")
 
 
 class Placed(NamedTuple):
@@ -54,88 +55,48 @@ class Placed(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class PricedPlacements(Sequence[Placed]):
-    """Lazy view of priced placements, the cheapest first; most are never read.
+class Priced(Sequence[_Made]):
+    """Lazy view of priced placements, the cheapest first; most are never read."""
 
-    The state of their workers is by number: report, unreported load, cached blocks, tiers.
-    """
-
-    pairs: Sequence[Sequence[int]]
     costs_s: Sequence[float]
-    workers: Mapping[int, ReportedWorker]
-    booked: Mapping[int, Unreported]
-    cached: Mapping[int, int]
-    tiers: Mapping[int, tuple[int, float]]
-    known: dict[int, Known] = field(default_factory=dict)
+    make: Callable[[int], _Made]
+    made: dict[int, _Made] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.pairs)
+        return len(self.costs_s)
 
     @overload
-    def __getitem__(self, index: int) -> Placed: ...
+    def __getitem__(self, index: int) -> _Made: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Placed]: ...
-    def __getitem__(self, index: int | slice) -> Placed | list[Placed]:
+    def __getitem__(self, index: slice) -> list[_Made]: ...
+    def __getitem__(self, index: int | slice) -> _Made | list[_Made]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        computes, holds = self.pairs[index]
-        return Placed(self._of(computes), self._of(holds), self.costs_s[index])
-
-    def _of(self, number: int) -> Known:
-        known = self.known.get(number)
-        if known is None:
-            known = self.known[number] = Known(
-                *self.workers[number],
-                self.booked.get(number, _NOTHING),
-                self.cached.get(number, 0),
-                self.tiers.get(number, NO_TIERS),
-            )
-        return known
+        if index not in self.made:
+            self.made[index] = self.make(index)
+        return self.made[index]
 
 
-@dataclass(slots=True, eq=False)
-class Described(Sequence[Candidate]):
-    """Lazy view of candidates with all their terms, the cheapest first."""
+def described(
+    placed: Priced[Placed], asked: Asked, rates: Rates, wait_per_s: Mapping[str, float]
+) -> Priced[Candidate]:
+    """Return the placements with all their terms."""
 
-    placed: Sequence[Placed]
-    asked: Asked
-    rates: Rates
-    wait_per_s: Mapping[str, float]
-    made: dict[int, Candidate] = field(default_factory=dict)
+    def load(worker: Known) -> WorkerLoad:
+        return worker.load(rates, wait_per_s[worker.slot.role], sources=asked.sources)
 
-    def __len__(self) -> int:
-        return len(self.placed)
-
-    @overload
-    def __getitem__(self, index: int) -> Candidate: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Candidate]: ...
-    def __getitem__(self, index: int | slice) -> Candidate | list[Candidate]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        made = self.made.get(index)
-        if made is None:
-            made = self.made[index] = self._describe(self.placed[index])
-        return made
-
-    def _describe(self, placed: Placed) -> Candidate:
-        computes = placed.computes
-        holds = placed.holds
-        waits = self.wait_per_s
-        alone = computes is holds
-        asked = self.asked
-
-        def load(worker: Known) -> WorkerLoad:
-            return worker.load(self.rates, waits[worker.slot.role], sources=asked.sources)
-
+    def describe(index: int) -> Candidate:
+        computes, holds, _ = placed[index]
         return price(
-            prefill=None if alone else load(computes),
+            prefill=None if computes is holds else load(computes),
             decode=load(holds),
             prompt_tokens=asked.prompt_tokens,
             expected_tokens=asked.expected_tokens,
             choices=asked.choices,
             moves_kv=asked.moves_kv,
         )
+
+    return Priced(placed.costs_s, describe)
 
 
 class PromptToPlace(NamedTuple):
@@ -241,7 +202,7 @@ class Shortlist:
         now_ns: int,
         *,
         avoid: bytes = b"",
-    ) -> PricedPlacements | None:
+    ) -> Priced[Placed] | None:
         """Return the cheapest of all placements without ``avoid``; None if not all can be priced.
 
         ``held`` is the number of leading blocks of each incarnation that has the first one.
@@ -273,7 +234,21 @@ class Shortlist:
         compared = {index: workers.reported[index] for pair in pairs for index in pair}
         all_booked = self._booked
         booked = {index: load for index in compared if (load := all_booked.get(index)) is not None}
-        return PricedPlacements(pairs, costs_s, compared, booked, cached, tiers)
+
+        made: dict[int, Known] = {}
+
+        def known(index: int) -> Known:
+            if index not in made:
+                unreported = booked.get(index, _NOTHING)
+                below = tiers.get(index, NO_TIERS)
+                made[index] = Known(*compared[index], unreported, cached.get(index, 0), below)
+            return made[index]
+
+        def placed(index: int) -> Placed:
+            computes, holds = pairs[index]
+            return Placed(known(computes), known(holds), costs_s[index])
+
+        return Priced(costs_s, placed)
 
     def _queued(self, index: int) -> float:
         booked = self._booked.get(index, _NOTHING)

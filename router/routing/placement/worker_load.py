@@ -6,7 +6,6 @@ from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
 
-import msgspec
 from batonpb.common_pb2 import Capabilities, WorkerStatus
 
 from baton.types.geometry import BLOCK_TOKENS, context_tokens, head_bytes
@@ -141,31 +140,49 @@ def _median(lines: Sequence[FittedPromptLine]) -> FittedPromptLine:
     return sorted(lines, key=attrgetter("sample_s"))[len(lines) // 2]
 
 
-class ParsedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's last report, parsed once: many prompts are placed between two reports."""
+class ParsedReport:
+    """A worker's last report, parsed once: many prompts are placed between two reports.
 
-    status: WorkerStatus
-    capabilities: Capabilities
-    queued_tokens: int
-    queued_context: int
-    streams: int
-    answering: int | None
-    room_blocks: int
-    total_blocks: int
-    prefill_tokens_per_s: float
-    prompt_line: FittedPromptLine
-    decode_step_s: float
-    decode_line: DecodeLine
-    answering_context: int
-    coming_context: int
-    adapters: frozenset[bytes]
-    edges_bytes_per_s: ReportedEdges
-    edge_bytes_per_s: float  # mean of a sample; 0: none was measured
-    block_bytes: int
-    block_tokens: int
-    format_id: str
-    evicts_of_queue: bool  # cached blocks that prompts in its queue need
-    tier_block_s: Mapping[str, float]  # by tier, the fastest first
+    Unchanged capabilities are taken from the report ``before``.
+    """
+
+    def __init__(
+        self,
+        status: WorkerStatus,
+        capabilities: Capabilities,
+        links: Links | None = None,
+        before: "ParsedReport | None" = None,
+    ) -> None:
+        blocks = status.kv_blocks
+        self.status = status
+        self.capabilities = capabilities
+        self.queued_tokens = status.queued_prompt_tokens
+        self.queued_context = status.queued_prompt_context
+        self.streams = status.running + status.waiting
+        self.answering = status.answering if status.HasField("answering") else None
+        self.room_blocks = blocks.free + blocks.cached
+        self.total_blocks = blocks.total
+        self.prefill_tokens_per_s = status.prefill_tokens_per_s
+        self.prompt_line = FittedPromptLine.fitted(status.prefill_token_s, status.prefill_context_s)
+        self.decode_step_s = status.decode_step_s
+        self.decode_line = DecodeLine(
+            status.decode_base_s, status.decode_row_s, status.decode_context_s
+        )
+        self.answering_context = status.answering_context
+        self.coming_context = status.coming_context
+        self.adapters = frozenset(status.adapters)
+        self.edges_bytes_per_s = ReportedEdges(status, links)
+        # The mean of a sample; 0: none was measured.
+        self.edge_bytes_per_s = self.edges_bytes_per_s.usual_bytes_per_s()
+        if before is not None and before.capabilities is capabilities:
+            self.shape: tuple[int, int, str, bool] = before.shape
+        else:
+            self.shape = _shape(capabilities)
+        self.block_bytes, self.block_tokens, self.format_id, self.evicts_of_queue = self.shape
+        self.tier_block_s = {  # by tier, the fastest first
+            tier.name: tier.block_s or PRIOR_TIER_BLOCK_S.get(tier.name, 0.0)
+            for tier in status.kv_tiers
+        }
 
     def tiers(self, cached_blocks: int, held: Mapping[str, int]) -> tuple[int, float]:
         """Return the blocks of a prompt in pool and tiers, and the time to bring them back.
@@ -180,58 +197,9 @@ class ParsedReport(msgspec.Struct, frozen=True, kw_only=True):
                 seconds = seconds + more * block_s
         return (blocks, seconds) if blocks > cached_blocks else NO_TIERS
 
-    @classmethod
-    def read(
-        cls,
-        status: WorkerStatus,
-        capabilities: Capabilities,
-        links: Links | None = None,
-        before: "ParsedReport | None" = None,
-    ) -> "ParsedReport":
-        """Parse a report; unchanged capabilities are taken from ``before``."""
-        blocks = status.kv_blocks
-        edges = ReportedEdges(status, links)
-        if before is not None and before.capabilities is capabilities:
-            shape = (
-                before.block_bytes,
-                before.block_tokens,
-                before.format_id,
-                before.evicts_of_queue,
-            )
-        else:
-            shape = _block_shape(capabilities)
-        return cls(
-            status=status,
-            capabilities=capabilities,
-            queued_tokens=status.queued_prompt_tokens,
-            queued_context=status.queued_prompt_context,
-            streams=status.running + status.waiting,
-            answering=status.answering if status.HasField("answering") else None,
-            room_blocks=blocks.free + blocks.cached,
-            total_blocks=blocks.total,
-            prefill_tokens_per_s=status.prefill_tokens_per_s,
-            prompt_line=FittedPromptLine.fitted(status.prefill_token_s, status.prefill_context_s),
-            decode_step_s=status.decode_step_s,
-            decode_line=DecodeLine(
-                status.decode_base_s, status.decode_row_s, status.decode_context_s
-            ),
-            answering_context=status.answering_context,
-            coming_context=status.coming_context,
-            adapters=frozenset(status.adapters),
-            edges_bytes_per_s=edges,
-            edge_bytes_per_s=edges.usual_bytes_per_s(),
-            block_bytes=shape[0],
-            block_tokens=shape[1],
-            format_id=shape[2],
-            evicts_of_queue=shape[3],
-            tier_block_s={
-                tier.name: tier.block_s or PRIOR_TIER_BLOCK_S.get(tier.name, 0.0)
-                for tier in status.kv_tiers
-            },
-        )
 
-
-def _block_shape(capabilities: Capabilities) -> tuple[int, int, str, bool]:
+def _shape(capabilities: Capabilities) -> tuple[int, int, str, bool]:
+    """Return size and tokens of a block, its format, and if prompts in the queue evict others."""
     groups = capabilities.kv_groups
     block_bytes = sum(
         len(group.layer_ids)
@@ -292,7 +260,7 @@ class Reports:
             or report.status is not link.status
             or report.capabilities is not link.capabilities
         ):
-            report = ParsedReport.read(link.status, link.capabilities, self._links, report)
+            report = ParsedReport(link.status, link.capabilities, self._links, report)
             self._read[slot.worker_id] = report
         return report
 

@@ -9,7 +9,6 @@ the affected HTTP handlers are woken.
 """
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Callable
 from time import monotonic_ns
@@ -48,8 +47,6 @@ from router.routing.requests.tickets import Tickets
 from router.routing.workers.link import LinkListener
 from router.routing.workers.table import WorkerTable
 from router.settings import LaneSettings
-
-_LOG = logging.getLogger(__name__)
 
 _LINGER_S = 10.0  # for which an ended request is kept until its worker confirms the end
 

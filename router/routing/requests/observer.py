@@ -120,18 +120,6 @@ class Observer:
         else:
             self.metrics.inc("baton_retries", reason=reason)
 
-    def fallback(self, reason: str) -> None:
-        """Count a request that runs otherwise than chosen."""
-        self.metrics.inc("baton_fallbacks", reason=reason)
-
-    def poison(self) -> None:
-        """Count a request that was ended because workers died with it."""
-        self.metrics.inc("baton_poison_requests")
-
-    def stream_error(self, kind: str) -> None:
-        """Count a broken stream to a worker."""
-        self.metrics.inc("baton_stream_errors", kind=kind)
-
     def task_failed(self, name: str) -> None:
         """Count a failed background task."""
         self.metrics.inc("baton_task_failures", task=name)
@@ -145,10 +133,6 @@ class Observer:
         """Count a request whose deadline passed."""
         if not active.request.probe:
             self.metrics.inc("baton_timeouts", phase=_phase(active))
-
-    def released(self, took_ns: int) -> None:
-        """Record how long a worker took to confirm a cancel."""
-        self.metrics.observe("baton_release_seconds", took_ns / 1e9)
 
     def flush_gaps(self) -> None:
         """Record the gaps of a frame's tokens. Most have the same gap, which is counted."""

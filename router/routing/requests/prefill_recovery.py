@@ -62,7 +62,7 @@ class PrefillRecovery:
             case "replace":
                 self._try_replacement(active, avoid=failed)
             case "local":
-                self.observer.fallback("local prefill")
+                self.observer.metrics.inc("baton_fallbacks", reason="local prefill")
                 self.placer.book.take_back(active.prefill_id, active.id)
                 self.placer.computing.end(active.id)
                 active.prefill_id = None
@@ -138,7 +138,7 @@ class PrefillRecovery:
 
     def _refuse(self, active: ActiveRequest, error: BatonError) -> None:
         if error.code == "poison_request":
-            self.observer.poison()
+            self.observer.metrics.inc("baton_poison_requests")
         self._answer(active, PrefillReplacement(refuse=error_to_wire(error)))
         self.end(active, error)
 

@@ -62,13 +62,13 @@ class WorkerEvents:
 
     def on_broken(self, link: WorkerLink, kind: str) -> None:
         """Count a broken stream, which is being reopened."""
-        self._gateway.observer.stream_error(kind)
+        self._gateway.observer.metrics.inc("baton_stream_errors", kind=kind)
 
     def on_dead(self, link: WorkerLink, incarnation: bytes, reason: str, *, died: bool) -> None:
         """Place the requests of a dead worker again, or end them."""
         gateway = self._gateway
         _LOG.warning("worker is dead to this router: worker=%s: %s", link.worker_id, reason)
-        gateway.observer.stream_error("dead")
+        gateway.observer.metrics.inc("baton_stream_errors", kind="dead")
         gateway.workers.note_dead(link)
         gateway.prefix_index.forget(incarnation)
         gateway.book.forget(link.worker_id)
@@ -86,7 +86,7 @@ class WorkerEvents:
             error = UnavailableError("the fleet is stopping")
         if error is not None:
             if error.code == "poison_request":
-                gateway.observer.poison()
+                gateway.observer.metrics.inc("baton_poison_requests")
             active.decode_id = None
             gateway.fail_placed(active, error)
             return
@@ -206,7 +206,8 @@ class WorkerEvents:
             return
         record.times = end.times
         if active.cancelled_ns:
-            gateway.observer.released(now_ns - active.cancelled_ns)
+            took_s = (now_ns - active.cancelled_ns) / 1e9
+            gateway.observer.metrics.observe("baton_release_seconds", took_s)
         if record.ended:  # for the client; now for the worker, too
             active.stop_timers()
             gateway.active.pop(active.id, None)

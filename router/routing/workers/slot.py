@@ -4,13 +4,14 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any
 
-from batonpb.common_pb2 import BlockCounts, Capabilities, WorkerStatus
+from batonpb.common_pb2 import Capabilities, WorkerStatus
 
 from baton.registry.types import Role, WorkerRecord
 from baton.wire.compatibility import emulation, external_engine, wire_overlaps
 from router.routing.workers.link import WorkerLink
 
 _STATES = ("starting", "ready", "draining")
+_COUNTS = ("total", "free", "cached", "leased", "quarantined")
 
 
 class WorkerSlot:
@@ -170,7 +171,7 @@ class WorkerSlot:
             "pid": identity.pid or record.pid if has_process else 0,
             "host": host,
             "address": identity.address or record.address,
-            "kv_blocks": _block_counts(status.kv_blocks),
+            "kv_blocks": {name: getattr(status.kv_blocks, name) for name in _COUNTS},
             "kv_tiers": {
                 tier.name: {"total": tier.blocks, "held": tier.held_blocks}
                 for tier in status.kv_tiers
@@ -187,13 +188,3 @@ class WorkerSlot:
         if timing := emulation(self.link.capabilities):
             return f"emulated: {timing}"
         return external_engine(self.link.capabilities) or "real"
-
-
-def _block_counts(blocks: BlockCounts) -> dict[str, int]:
-    return {
-        "total": blocks.total,
-        "free": blocks.free,
-        "cached": blocks.cached,
-        "leased": blocks.leased,
-        "quarantined": blocks.quarantined,
-    }

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from router.frontend.api.formats.answer_format import DataEvents, TextEvent, data_event, named_event
+from router.frontend.api.formats.answer_format import TextEvent, data_event, named_event
 from router.frontend.api.formats.answer_parts import AnswerPart
 from router.frontend.api.formats.openai import AnswerHead, ChatFormat, CompletionFormat
 from router.frontend.api.messages import format as messages_format
@@ -51,11 +51,10 @@ def formats(model, include_usage: bool) -> list:
 
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_a_delta_of_text_is_written_as_the_whole_chunk_would_be(model, include_usage):
-    for chunks in formats(model, include_usage):
-        events = DataEvents(chunks, include_usage=include_usage)
+    for layout in formats(model, include_usage):
         for place, text in enumerate(TEXTS * 2):
             prompt, delta = place % 2, Delta(place % 3, text=text)
-            assert events.delta(prompt, delta) == data_event(chunks.chunk(prompt, delta))
+            assert layout.delta(prompt, delta) == data_event(layout.chunk(prompt, delta))
 
 
 @pytest.mark.parametrize(
@@ -68,12 +67,11 @@ def test_a_delta_of_text_is_written_as_the_whole_chunk_would_be(model, include_u
     ],
 )
 def test_a_delta_with_more_than_text_is_written_whole(model, more):
-    for chunks in formats(model, include_usage=False):
-        events = DataEvents(chunks, include_usage=False)
-        events.delta(0, Delta(1, text="before"))
+    for layout in formats(model, include_usage=False):
+        layout.delta(0, Delta(1, text="before"))
         delta = Delta(1, **({"text": "a"} | more))
         assert not delta.only_text
-        assert events.delta(0, delta) == data_event(chunks.chunk(0, delta))
+        assert layout.delta(0, delta) == data_event(layout.chunk(0, delta))
 
 
 @pytest.mark.parametrize("kind", ["text", "thinking", "call"])

@@ -222,7 +222,7 @@ async def test_nothing_comes_back_of_a_batch_whose_record_is_gone(start, tmp_pat
         await until(lambda: len(worker.submissions) == 2)
         record = store.batch("default", begun.id)
         with store.changing("default"):
-            assert store.remove(record)
+            assert store.remove(record.tenant, "batches", record.id)
         await until(lambda: fleet.lane.gateway.in_flight == 0)
         await asyncio.sleep(0.5)
         assert [file.purpose async for file in client.files.list()] == ["batch"]

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from baton.types.errors import InvalidRequestError, UnsupportedMediaError
-from router.frontend.http.encodings import BodyTooLargeError, Gunzip, utf8_of
+from router.frontend.http.encodings import Gunzip, utf8_of
 from tests.router.conftest import MODEL
 
 BODY = json.dumps({"prompt": "Hello, world!", "model": MODEL}).encode()
@@ -78,8 +78,7 @@ def test_what_unfolds_to_nothing_for_ever_ends(encoding, pack):
     many = pack(b"") * 5000
     with pytest.raises(InvalidRequestError, match=f"not valid {encoding}"):
         Gunzip.of(encoding).feed(many, LIMIT)
-    with pytest.raises(BodyTooLargeError):
-        Gunzip.of(encoding).feed(pack(b"abc"), 2)
+    assert len(Gunzip.of(encoding).feed(pack(b"abc" * 1000), 2)) == 3
 
 
 @pytest.mark.parametrize("encoding", ["gzip"])

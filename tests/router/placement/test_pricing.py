@@ -25,7 +25,7 @@ from router.routing.placement.prefix_sources import (
     cheapest_chains,
 )
 from router.routing.placement.pricing import Asked, Pricing
-from router.routing.placement.shortlist import Described, Shortlist
+from router.routing.placement.shortlist import Shortlist, described
 from router.routing.placement.worker_load import Reports, loads_of
 
 pytestmark = pytest.mark.skipif(load() is None, reason="no compiler")
@@ -101,7 +101,7 @@ def test_what_is_found_is_what_python_finds_among_all(seed, mode):
     crowding, short = Crowding(), Shortlist(Reports(), Crowding(), seed)
     rates = short.update(Slots(slots), 0)
     placed = short.cheapest(asked, held, book, 0)
-    found = Described(placed, asked, rates, {"prefill": 0.0, "decode": 0.0})
+    found = described(placed, asked, rates, {"prefill": 0.0, "decode": 0.0})
     loads = with_tiers(loads_of(slots, hashes, index, book, 0), short, held)
     if held and mode == MODES[seed % 3]:  # somebody gives what it holds
         sources = short.sources(held)
@@ -110,7 +110,7 @@ def test_what_is_found_is_what_python_finds_among_all(seed, mode):
         asked = asked._replace(sources=sources)
         loads = [msgspec.structs.replace(load, sources=sources) for load in loads]
         placed = short.cheapest(asked, held, book, 0)
-        found = Described(placed, asked, rates, {"prefill": 0.0, "decode": 0.0})
+        found = described(placed, asked, rates, {"prefill": 0.0, "decode": 0.0})
     work = ("mode", "prompt_tokens", "expected_tokens", "choices", "moves_kv")
     expected = candidates(loads, **{name: getattr(asked, name) for name in work})
     assert crowding.wait_per_s("prefill") == 0.0
@@ -140,7 +140,7 @@ def test_chains_over_unlike_edges_are_priced_as_in_python(seed):
     rates, held = short.update(Slots(slots), 0), index.prefixes(hashes, 0)
     asked = Asked("colocated", draw.randrange(1000, 4000), 64, 1, True, short.sources(held))
     placed = short.cheapest(asked, held, book, 0)
-    found = Described(placed, asked, rates, {"prefill": 0.0, "decode": 0.0})
+    found = described(placed, asked, rates, {"prefill": 0.0, "decode": 0.0})
     loads = with_tiers(loads_of(slots, hashes, index, book, 0), short, held)
     loads = [msgspec.structs.replace(load, sources=asked.sources) for load in loads]
     expected = candidates(

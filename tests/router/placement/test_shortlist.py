@@ -72,8 +72,8 @@ def test_the_best_placement_is_hardly_ever_missed(monkeypatch):
 
 def test_only_what_workers_have_said_anew_is_read(monkeypatch):
     read = []
-    real = ParsedReport.read
-    monkeypatch.setattr(ParsedReport, "read", lambda *said: read.append(1) or real(*said))
+    real = ParsedReport.__init__
+    monkeypatch.setattr(ParsedReport, "__init__", lambda *said: read.append(1) or real(*said))
     draw = random.Random(1)
     slots, short = fleet(50, 50, draw), shortlist()
     best_of(short, slots)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from baton.tenants.bank import Ask, Grant
 from baton.tenants.limits import Limits
-from router.tenants.quota import EXCHANGE_NS, QuotaReservation, Quotas, Taken, Wait
+from router.tenants.quota import EXCHANGE_NS, QuotaReservation, Quotas, Wait
 from tests.tenants.bank import Bank
 
 TENANT = "team"
@@ -88,10 +88,10 @@ class World:
                 self.exchange(node)
             found = node.quotas.take(TENANT, prompt, choices, answer, self.now_ns)
             tries += 1
-        if isinstance(found, Taken):
-            entry = Admitted(self.now_ms, node, found.reservation.tokens)
+        if isinstance(found, QuotaReservation):
+            entry = Admitted(self.now_ms, node, found.tokens)
             self.admitted.append(entry)
-            node.running.append((found.reservation, prompt, entry))
+            node.running.append((found, prompt, entry))
         else:
             self.refused += 1
         return found

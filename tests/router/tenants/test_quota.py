@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from baton.tenants.bank import SILENT_MS
 from baton.tenants.limits import Budget, Limits
-from router.tenants.quota import EXCHANGE_NS, Never, Quotas, Taken, Wait
+from router.tenants.quota import EXCHANGE_NS, Never, Quotas, Wait
+from router.tenants.quota import QuotaReservation as Taken
 from tests.router.tenants.quota_world import MS, START_MS, TENANT, World
 from tests.soak import examples
 from tests.tenants.bank import Bank
@@ -29,10 +30,10 @@ def test_a_fresh_key_with_100_tokens_serves_a_small_request() -> None:
     """The case of LiteLLM's LIT-3408: its answer may have 1024 tokens."""
     world = World(Limits(tpm=100), 1)
     found = world.call(world.nodes[0], prompt=10, answer=1024)
-    assert isinstance(found, Taken) and found.reservation.tokens == 100
+    assert isinstance(found, Taken) and found.tokens == 100
     world.end(world.nodes[0], answered=12)
     again = world.call(world.nodes[0], prompt=10, answer=1024)
-    assert isinstance(again, Taken) and again.reservation.tokens == 22, "as the last answer was"
+    assert isinstance(again, Taken) and again.tokens == 22, "as the last answer was"
     third = world.call(world.nodes[0], prompt=10, answer=1024)
     assert isinstance(third, Taken), "56 of 100 are free"
 
@@ -55,7 +56,7 @@ def test_what_exceeds_a_limit_alone_never_fits() -> None:
 def test_several_answers_charge_the_prompt_once() -> None:
     world = World(Limits(tpm=1000), 1)
     found = world.call(world.nodes[0], prompt=100, answer=50, choices=4)
-    assert found.reservation.tokens == 300
+    assert found.tokens == 300
     world.end(world.nodes[0], answered=80)
     assert world.nodes[0].quotas.standing(TENANT, world.now_ns)["tpm"].remaining == 820
 
@@ -65,7 +66,7 @@ def test_a_reservation_is_settled_once_and_a_debt_lowers_what_is_granted() -> No
     here, there = world.nodes
     found = world.call(here, prompt=10, answer=40)
     world.end(here, answered=940)
-    here.quotas.settle(found.reservation, 10, 940, world.now_ns)
+    here.quotas.settle(found, 10, 940, world.now_ns)
     world.exchange(here)
     assert isinstance(world.call(there, prompt=10, answer=40, patient=True), Taken)
     assert isinstance(world.call(there, prompt=10, answer=40), Wait), "950 + 50 are used"

@@ -4,8 +4,21 @@ from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from baton.text.tokenizer import TextTokenizer
-from router.frontend.api.formats.answer_format import usage
-from router.frontend.api.formats.prompt_logprobs import PromptView, token_key, top_by_key
+from baton.types.errors import BatonError
+from router.frontend.api.formats.answer_format import (
+    DONE,
+    KEEP_ALIVE_COMMENT,
+    AnswerFormat,
+    TextEvent,
+    data_event,
+    usage,
+)
+from router.frontend.api.formats.prompt_logprobs import (
+    PromptView,
+    shown_logprob,
+    token_key,
+    top_by_key,
+)
 from router.frontend.api.tool_use.custom import ChatCalls, ShownCall
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.choice import Delta, ShownLogprob
@@ -22,15 +35,17 @@ class AnswerHead(NamedTuple):
     system_fingerprint: str
 
 
-class _Format:
-    """Common part of the formats.
+class _Format(AnswerFormat):
+    """Common part of the formats. Each chunk of a stream is an event, and ``[DONE]`` is its end.
 
     Args:
-        include_usage: Whether chunks have a ``usage`` field.
+        include_usage: Whether chunks have a ``usage`` field, and the last one the usage.
+        continuous_usage: Whether every chunk contains the usage so far.
         prompt_logprobs: Number of alternatives for each prompt token (vLLM's parameter).
         token_ids: Whether the response contains token ids (vLLM's ``return_token_ids``).
     """
 
+    keep_alive = KEEP_ALIVE_COMMENT
     _chunk_object: ClassVar[str]
 
     def __init__(
@@ -39,6 +54,7 @@ class _Format:
         head: AnswerHead,
         tokenizer: TextTokenizer,
         include_usage: bool,
+        continuous_usage: bool = False,
         prompt_logprobs: int | None = None,
         token_ids: bool = False,
     ) -> None:
@@ -47,10 +63,63 @@ class _Format:
         self._head = head._asdict()
         self._tokenizer = tokenizer
         self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._active_requests: Sequence[ActiveRequest] = ()
+        self._around: dict[tuple[int, int], TextEvent] = {}  # by prompt and choice
 
-    def usage_chunk(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """Return a chunk with the usage and without choices."""
-        return {**self._chunk([]), "usage": usage(active_requests)}
+    def opening(self, active_requests: Sequence[ActiveRequest]) -> bytes:
+        """Return the events before the first delta."""
+        self._active_requests = active_requests
+        return b"".join(map(self._event, self._first_chunks(active_requests)))
+
+    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> bytes:
+        """Return the events with the prompt logprobs."""
+        return b"".join(map(data_event, self._logprob_chunks(prompt, active)))
+
+    def delta(self, prompt: int, delta: Delta) -> bytes:
+        """Return the event of one delta."""
+        if self._continuous_usage or not delta.only_text:
+            return self._event(self.chunk(prompt, delta))
+        place = (prompt, delta.choice)
+        event = self._around.get(place)
+        if event is None:
+            sample = Delta(delta.choice, text=TextEvent.SAMPLE)
+            event = self._around[place] = TextEvent(data_event(self.chunk(prompt, sample)))
+        return event.of(delta.text)
+
+    def texts(self, texts: Sequence[str]) -> bytes:
+        """Return the events of the only choice of a plain response, one for each text."""
+        event = self._around.get((0, 0))
+        if not texts or event is None or self._continuous_usage:
+            return super().texts(texts)
+        return event.of_each(texts)
+
+    def failed(self, error: BatonError) -> bytes:
+        """Return the event that ends a stream with an error."""
+        return data_event(error.body())
+
+    def ended(self, active_requests: Sequence[ActiveRequest]) -> bytes:
+        """Return the events after the last delta: the usage, without choices."""
+        if not self._include_usage:
+            return DONE
+        return data_event({**self._chunk([]), "usage": usage(active_requests)}) + DONE
+
+    def _event(self, chunk: dict[str, Any]) -> bytes:
+        if self._continuous_usage:
+            chunk["usage"] = usage(self._active_requests)
+        return data_event(chunk)
+
+    def _first_chunks(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
+        """Return the chunks before the first delta."""
+        raise NotImplementedError
+
+    def _logprob_chunks(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
+        """Return the chunks with the prompt logprobs; none by default."""
+        return []
+
+    def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
+        """Return the chunk of one delta of one choice."""
+        raise NotImplementedError
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self._chunk_object, "choices": choices}
@@ -109,14 +178,14 @@ class ChatFormat(_Format):
         self._functions = functions
         self._calls = ChatCalls(custom)
 
-    def opening(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
+    def _first_chunks(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
         """Return a chunk with the role of every choice."""
         part = {"delta": {"role": "assistant", "content": ""}}
         chunks = [self._choice_chunk(index, part) for index in range(self._n)]
         chunks[0].update(self._prompt_ids(active_requests[0]))
         return chunks
 
-    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
+    def _logprob_chunks(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
         """Return a chunk without choices."""
         return [{**self._chunk([]), **self._vllm(active)}]
 
@@ -180,21 +249,8 @@ class ChatFormat(_Format):
         return message
 
     def _logprobs(self, shown: Sequence[ShownLogprob]) -> dict[str, Any]:
-        return {
-            "content": [
-                {
-                    **self._token(entry.token_id, entry.logprob),
-                    "top_logprobs": [self._token(*alternative) for alternative in entry.top],
-                }
-                for entry in shown
-            ],
-            "refusal": None,
-        }
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        spelled = self._tokenizer.token_bytes(token_id)
-        text = spelled.decode("utf-8", "replace")
-        return {"token": text, "logprob": logprob, "bytes": list(spelled)}
+        content = [shown_logprob(self._tokenizer, entry) for entry in shown]
+        return {"content": content, "refusal": None}
 
 
 def _call_chunk(call: ShownCall) -> dict[str, Any]:
@@ -230,7 +286,7 @@ class CompletionFormat(_Format):
         self._echo_logprobs = echo_logprobs if echoes is not None else None
         self._prompt_fields: dict[int, dict[str, Any]] = {}  # for the first chunk of each choice
 
-    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
+    def _logprob_chunks(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
         """Return a chunk for each choice with the echoed prompt's logprobs, and vLLM's field."""
         logprobs = self._echoed_logprobs(prompt, active)
         text = self._echo(prompt) if logprobs is not None else ""
@@ -252,7 +308,7 @@ class CompletionFormat(_Format):
     def _echo(self, prompt: int) -> str:
         return self._echoes[prompt] if self._echoes is not None else ""
 
-    def opening(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
+    def _first_chunks(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
         """Return the echoed prompts, unless they wait for their logprobs."""
         self._prompt_fields = {
             prompt * self._n + choice: self._prompt_ids(active)
@@ -324,14 +380,10 @@ class CompletionFormat(_Format):
 class TokensFormat(_Format):
     """Format of vLLM's ``/inference/v1/generate``: token ids without text."""
 
-    def opening(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
+    def _first_chunks(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
         """Return no chunk: the first one has tokens."""
         self._first = self._prompt_ids(active_requests[0])
         self._alternatives = active_requests[0].request.sampling.logprobs
-        return []
-
-    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
-        """Return no chunk: vLLM's streams do not have them."""
         return []
 
     def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
@@ -342,7 +394,7 @@ class TokensFormat(_Format):
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         """Return the response in one piece, with all choices."""
         active = active_requests[0]
-        self.opening(active_requests)
+        self._first_chunks(active_requests)
         whole = self._chunk([self._choice(delta) for delta in active.record.take()])
         whole |= {"model": self._head["model"], "created": self._head["created"]}
         return {**whole, **self._vllm(active), **self._first, "usage": usage(active_requests)}

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens for text completions: OpenAI's columns, and vLLM's of prompts."""
+"""Log-probabilities of tokens: OpenAI's entries and columns, and vLLM's of prompts."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,6 +12,7 @@ from baton.types.prompt_outputs import PromptLogprobs, bytes_per_row
 from router.frontend.api.bodies.generation import GenerationBody
 from router.request import GenerationRequest
 from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.choice import ShownLogprob
 
 MAX_PROMPT_LOGPROBS_BYTES = 8 * 1024 * 1024  # per call; their JSON is fifty times as large
 
@@ -42,6 +43,18 @@ def top_by_key(
         logprobs[key] = value
     logprobs[own] = logprob
     return logprobs
+
+
+def shown_logprob(tokenizer: TextTokenizer, entry: ShownLogprob) -> dict[str, Any]:
+    """Return a token of an answer with its alternatives, as in OpenAI's chats and responses."""
+
+    def shown(token_id: int, logprob: float) -> dict[str, Any]:
+        spelled = tokenizer.token_bytes(token_id)
+        text = spelled.decode("utf-8", "replace")
+        return {"token": text, "logprob": logprob, "bytes": list(spelled)}
+
+    top = [shown(*alternative) for alternative in entry.top]
+    return {**shown(entry.token_id, entry.logprob), "top_logprobs": top}
 
 
 class PromptView:

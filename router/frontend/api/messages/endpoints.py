@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from fastapi import Request, Response
+from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from router.frontend.api.answer import Answer
@@ -28,23 +28,15 @@ def routes(router: Process) -> Endpoints:
     api = Endpoints()
     calls = _MessagesCalls(router, MESSAGES_ERRORS)
 
-    @api.post_body("/v1/messages", MessagesBody)
-    async def messages(request: Request) -> Response:
-        """Answer a conversation in Anthropic's format."""
-        return await calls.answer(request, "messages", MessagesBody, _MessagesCalls.messages)
-
-    @api.post_body("/v1/messages/count_tokens", CountTokensBody)
-    async def count_tokens(request: Request) -> Response:
-        """Count the prompt tokens of a message."""
-        return await calls.answer(
-            request, "count_tokens", CountTokensBody, _MessagesCalls.count_tokens
-        )
-
+    calls.serve(api, "/v1/messages", MessagesBody, "messages", _MessagesCalls.messages)
+    count = "/v1/messages/count_tokens", CountTokensBody, "count_tokens"
+    calls.serve(api, *count, _MessagesCalls.count_tokens)
     return api
 
 
 class _MessagesCalls(Calls):
     async def messages(self, body: MessagesBody, arrival: Arrival) -> Response:
+        """Answer a conversation in Anthropic's format."""
         body, edited = await self._edited(body, arrival)
         ignored = arrival.caller.ignored
         translation = await off_loop(arrival.size_bytes, lambda: chat_of(body, ignored))
@@ -64,6 +56,7 @@ class _MessagesCalls(Calls):
         return Answer(context, [request], layout, stream=bool(body.stream))
 
     async def count_tokens(self, body: CountTokensBody, arrival: Arrival) -> Response:
+        """Count the prompt tokens of a message."""
         body, edited = await self._edited(body, arrival)
         ignored = arrival.caller.ignored
         translation = await off_loop(arrival.size_bytes, lambda: chat_of(body, ignored))

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from router.frontend.errors import ErrorShape, Refusal
+from baton.types.errors import BatonError
+from router.frontend.errors import ErrorShape
 from router.frontend.rate_limits import Headers, anthropic_headers
 from router.tenants.quota import Standing
 
@@ -23,17 +24,17 @@ _KINDS = {
 
 
 class _MessagesErrors(ErrorShape):
-    def status(self, refusal: Refusal) -> int:
+    def status(self, error: BatonError) -> int:
         """Return Anthropic's own status instead of 503."""
-        return _OVERLOADED if refusal.status == 503 else refusal.status
+        return _OVERLOADED if error.status == 503 else error.status
 
-    def body(self, refusal: Refusal, request_id: str) -> dict[str, Any]:
-        status = self.status(refusal)
+    def body(self, error: BatonError, request_id: str) -> dict[str, Any]:
+        status = self.status(error)
         kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
         # Anthropic's clients read `details`; its two fields are Baton's own.
-        details = {"error_code": refusal.code, "param": refusal.param}
-        error = {"type": kind, "message": refusal.message, "details": details}
-        return {"type": "error", "error": error, "request_id": request_id}
+        details = {"error_code": error.code, "param": error.param}
+        fields = {"type": kind, "message": error.message, "details": details}
+        return {"type": "error", "error": fields, "request_id": request_id}
 
     def id_headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
         spelled = request_id.encode()

@@ -21,7 +21,6 @@ from router.frontend.api.formats.answer_parts import (
 )
 from router.frontend.api.formats.numbers import encodable
 from router.frontend.api.messages.errors import MESSAGES_ERRORS
-from router.frontend.errors import Refusal
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.choice import CUT, Delta
 
@@ -65,7 +64,7 @@ class MessagesFormat(AnswerFormat):
 
     def failed(self, error: BatonError) -> bytes:
         """Return the event that ends a stream with an error."""
-        return named_event("error", MESSAGES_ERRORS.body(Refusal.of(error), self._id))
+        return named_event("error", MESSAGES_ERRORS.body(error, self._id))
 
     def ended(self, active_requests: Sequence[ActiveRequest]) -> bytes:
         """Return the end of the last block, the stop reason and the usage."""

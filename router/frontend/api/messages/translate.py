@@ -12,12 +12,13 @@ from router.frontend.api.messages.body import (
     MessagesBody,
     MessagesTool,
 )
-from router.frontend.api.translation import Content, TranslatedConversation, Translation
+from router.frontend.api.translation import Content, TranslatedConversation, Translation, required
 
 _HOSTED_BLOCKS = re.compile(
     r"server_tool_use|mcp_tool_(use|result)|tool_reference"
     r"|(web_search|web_fetch|(bash_|text_editor_)?code_execution|tool_search)_tool_result"
 )
+_SAME = ("stream", "temperature", "top_p", "top_k", "priority", "cache_salt", "service_tier")
 _NAMES = {
     r"response_format(\.json_schema)?": "output_config.format",
     "max_completion_tokens": "max_tokens",
@@ -81,22 +82,22 @@ def _add_block(
     conversation: TranslatedConversation, role: str, block: MessagesBlock, where: str
 ) -> None:
     if block.type == "text":
-        conversation.add_text(role, _given(block.text, f"{where}.text"), where)
+        conversation.add_text(role, required(block.text, f"{where}.text"), where)
     elif block.type == "image":
         conversation.add_text(role, [_image(conversation, block, where)], where)
     elif block.type == "tool_use" and role == "assistant":
-        call_id = _given(block.id, f"{where}.id")
-        name = _given(block.name, f"{where}.name")
+        call_id = required(block.id, f"{where}.id")
+        name = required(block.name, f"{where}.name")
         arguments = json.dumps(block.input or {}, ensure_ascii=False)
         conversation.add_call(call_id, name, arguments, where)
     elif block.type == "tool_result" and role == "user":
-        call_id = _given(block.tool_use_id, f"{where}.tool_use_id")
+        call_id = required(block.tool_use_id, f"{where}.tool_use_id")
         content = _content_of(conversation, block.content or "", f"{where}.content")
         if block.is_error:
             content = f"Error: {content}" if isinstance(content, str) else ["Error:", *content]
         conversation.add_result(call_id, content, where)
     elif block.type == "thinking" and role == "assistant":
-        conversation.thoughts.append(_given(block.thinking, f"{where}.thinking"))
+        conversation.thoughts.append(required(block.thinking, f"{where}.thinking"))
     elif block.type == "redacted_thinking" and role == "assistant":
         return  # it is encrypted
     elif _HOSTED_BLOCKS.fullmatch(block.type):
@@ -119,7 +120,7 @@ def _content_of(
         if block.type == "image":
             parts.append(_image(conversation, block, at))
         elif block.type == "text":
-            parts.append(_given(block.text, f"{at}.text"))
+            parts.append(required(block.text, f"{at}.text"))
         else:
             raise _refused(block.type, "", at)
     return conversation.content(parts)
@@ -147,12 +148,6 @@ def _retention(body: MessagesBody) -> str | None:
     marks = [body.cache_control, *(part.cache_control for part in (*blocks, *(body.tools or ())))]
     times = {mark.ttl for mark in marks if mark is not None}
     return "1h" if "1h" in times else "5m" if times else None
-
-
-def _given(value: str | None, param: str) -> str:
-    if value is None:
-        raise InvalidRequestError.at(param, "is required")
-    return value
 
 
 def _refused(kind: str, role: str, where: str) -> InvalidRequestError:
@@ -185,7 +180,7 @@ def _tools(body: CountTokensBody, offered: list[dict[str, Any]]) -> dict[str, An
     if choice is None:
         return fields
     if choice.type == "tool":
-        name = _given(choice.name, "tool_choice.name")
+        name = required(choice.name, "tool_choice.name")
         fields["tool_choice"] = {"type": "function", "function": {"name": name}}
     else:
         fields["tool_choice"] = choice.type
@@ -233,15 +228,9 @@ def _thinking(body: CountTokensBody) -> dict[str, Any]:
 
 def _sampling(body: MessagesBody) -> dict[str, Any]:
     fields = {
+        **{name: getattr(body, name) for name in _SAME},
         "stop": body.stop_sequences or None,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "priority": body.priority,
-        "cache_salt": body.cache_salt,
         "prompt_cache_retention": _retention(body),
-        "service_tier": body.service_tier,
         "user": body.metadata.user_id if body.metadata is not None else None,
     }
     return {name: value for name, value in fields.items() if value is not None}

@@ -34,12 +34,11 @@ class PooledAnswer(EmbeddingAnswer):
         self._write_vectors = write
 
     def _whole(self) -> dict[str, Any]:
-        tokens = sum(active.record.prompt_tokens for active in self.call.active)
         return {
             "id": self.call.id,
             "model": self._body.model,
             **self._write_vectors([active.record.embedding for active in self.call.active]),
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            "usage": self._usage(),
         }
 
 

@@ -1,9 +1,8 @@
 """Endpoints ``/score``, ``/rerank`` and ``/pooling``: each text is an input of an embedding."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
 
-from fastapi import Request, Response
+from fastapi import Response
 
 from baton.types.errors import InvalidRequestError, PromptTooLongError
 from router.frontend.api.bodies.embedding import EmbeddingBody
@@ -21,87 +20,58 @@ def routes(router: Process) -> Endpoints:
     api = Endpoints()
     calls = _PooledCalls(router)
 
-    @api.post_body("/v1/score", ScoreBody)
-    @api.post_body("/score", ScoreBody)
-    async def score(request: Request) -> Response:
-        """Compute the similarity of texts, which is the cosine of their vectors."""
-        return await calls.answer(request, "score", ScoreBody, _PooledCalls.score)
-
-    @api.post_body("/v2/rerank", RerankBody)
-    @api.post_body("/v1/rerank", RerankBody)
-    @api.post_body("/rerank", RerankBody)
-    async def rerank(request: Request) -> Response:
-        """Sort documents by their similarity to a query, most similar first."""
-        return await calls.answer(request, "rerank", RerankBody, _PooledCalls.rerank)
-
-    @api.post_body("/pooling", PoolingBody)
-    async def pooling(request: Request) -> Response:
-        """Compute the pooled vector of each input."""
-        return await calls.answer(request, "pooling", PoolingBody, _PooledCalls.pooling)
-
+    for path in ("/score", "/v1/score"):
+        calls.serve(api, path, ScoreBody, "score", _PooledCalls.score)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        calls.serve(api, path, RerankBody, "rerank", _PooledCalls.rerank)
+    calls.serve(api, "/pooling", PoolingBody, "pooling", _PooledCalls.pooling)
     return api
 
 
 class _PooledCalls(Calls):
     async def score(self, body: ScoreBody, arrival: Arrival) -> Response:
+        """Compute the similarity of texts, which is the cosine of their vectors."""
         left, right = body.sides()
-        names = [f"text_1[{i}]" for i in range(len(left))]
-        names += [f"text_2[{i}]" for i in range(len(right))]
+        texts: dict[str, str | list[int]] = {f"text_1[{i}]": text for i, text in enumerate(left)}
+        texts |= {f"text_2[{i}]": text for i, text in enumerate(right)}
         pairs = [(index % len(left), len(left) + index) for index in range(len(right))]
-        model = arrival.lane.model
-        how = await off_loop(arrival.size_bytes, lambda: _how(model, body, [*left, *right], names))
-        return await self._pooled("score", how, scored(pairs), arrival)
+        return await self._pooled("score", body, texts, scored(pairs), arrival)
 
     async def rerank(self, body: RerankBody, arrival: Arrival) -> Response:
-        texts = [body.query, *body.texts()]
-        names = ["query", *(f"documents[{i}]" for i in range(len(texts) - 1))]
-        model = arrival.lane.model
-        how = await off_loop(arrival.size_bytes, lambda: _how(model, body, texts, names))
-        return await self._pooled("rerank", how, ranked(body), arrival)
+        """Sort documents by their similarity to a query, most similar first."""
+        texts: dict[str, str | list[int]] = {"query": body.query}
+        texts |= {f"documents[{i}]": text for i, text in enumerate(body.texts())}
+        return await self._pooled("rerank", body, texts, ranked(body), arrival)
 
     async def pooling(self, body: PoolingBody, arrival: Arrival) -> Response:
-        inputs = body.inputs()
-        names = [f"input[{i}]" for i in range(len(inputs))]
-        model = arrival.lane.model
-        how = await off_loop(arrival.size_bytes, lambda: _how(model, body, inputs, names))
-        return await self._pooled("pooling", how, pooled(how), arrival)
+        """Compute the pooled vector of each input."""
+        texts = {f"input[{i}]": text for i, text in enumerate(body.inputs())}
+        return await self._pooled("pooling", body, texts, pooled(body), arrival)
 
     async def _pooled(
         self,
         endpoint: str,
-        how: EmbeddingBody,
+        body: PooledBody,
+        texts: Mapping[str, str | list[int]],
         write: Write,
         arrival: Arrival,
     ) -> Response:
+        """Return the response for ``texts`` by their names in errors."""
+        model = arrival.lane.model
+        how = await off_loop(arrival.size_bytes, lambda: _how(model, body, texts))
         context, requests = await self.embedding_requests(endpoint, how, arrival)
         return PooledAnswer(context, requests, how, write)
 
 
 def _how(
-    model: ServedModel,
-    body: PooledBody,
-    texts: Sequence[str | list[int]],
-    names: Sequence[str],
+    model: ServedModel, body: PooledBody, texts: Mapping[str, str | list[int]]
 ) -> EmbeddingBody:
-    """Return the embeddings call for ``texts``, whose fields in errors are ``names``."""
     most = body.most_tokens
-    encoded = [_tokens(model, text, name, most) for text, name in zip(texts, names, strict=True)]
-    more: dict[str, Any] = {}
-    if isinstance(body, PoolingBody):
-        more = {
-            "encoding_format": body.encoding_format,
-            "dimensions": body.dimensions,
-            "normalize": body.normalize,
-        }
+    encoded = [_tokens(model, text, name, most) for name, text in texts.items()]
+    shared = {name: value for name, value in body if name in EmbeddingBody.model_fields}
     # The texts are already validated.
-    return EmbeddingBody.model_construct(
-        model=body.model,
-        input=encoded,
-        pooling=body.pooling,
-        user=body.user,
-        priority=body.priority,
-        **more,
-    )
+    cut_to = {"input": encoded, "truncate_prompt_tokens": None}
+    return EmbeddingBody.model_construct(**shared | cut_to)
 
 
 def _tokens(

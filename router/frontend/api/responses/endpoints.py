@@ -37,17 +37,9 @@ def routes(router: Process) -> Endpoints:
     api = Endpoints()
     calls = _ResponsesCalls(router)
 
-    @api.post_body("/v1/responses", ResponsesBody)
-    async def responses(request: Request) -> Response:
-        """Answer a conversation with a list of items."""
-        return await calls.answer(request, "responses", ResponsesBody, _ResponsesCalls.responses)
-
-    @api.post_body("/v1/responses/input_tokens", InputTokensBody)
-    async def input_tokens(request: Request) -> Response:
-        """Count the prompt tokens of a response."""
-        return await calls.answer(
-            request, "input_tokens", InputTokensBody, _ResponsesCalls.input_tokens
-        )
+    calls.serve(api, "/v1/responses", ResponsesBody, "responses", _ResponsesCalls.responses)
+    count = "/v1/responses/input_tokens", InputTokensBody, "input_tokens"
+    calls.serve(api, *count, _ResponsesCalls.input_tokens)
 
     @api.get("/v1/responses/{response_id}")
     async def get_response(request: Request, response_id: str) -> dict[str, Any]:
@@ -88,6 +80,7 @@ class _ResponsesCalls(Calls):
         self._open: WeakValueDictionary[tuple[str, str], ResponsesFormat] = WeakValueDictionary()
 
     async def responses(self, body: ResponsesBody, arrival: Arrival) -> Response:
+        """Answer a conversation with a list of items."""
         caller = arrival.caller
         translation, given, arrival = await self._translated(body, arrival)
         prepared, span = await self._prepared(body, translation, arrival)
@@ -126,6 +119,7 @@ class _ResponsesCalls(Calls):
         return body.opening_after(earlier)
 
     async def input_tokens(self, body: InputTokensBody, arrival: Arrival) -> Response:
+        """Count the prompt tokens of a response."""
         translation, _, arrival = await self._translated(body, arrival)
         chat = await off_loop(arrival.size_bytes, translation.chat)
         with translation.named():

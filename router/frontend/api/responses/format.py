@@ -24,6 +24,7 @@ from router.frontend.api.formats.answer_parts import (
     Kind,
     More,
 )
+from router.frontend.api.formats.prompt_logprobs import shown_logprob
 from router.frontend.api.responses.tools import CallForm
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.choice import CUT, Delta, ShownLogprob
@@ -179,7 +180,7 @@ class ResponsesFormat(AnswerFormat):
     def _more(self, part: AnswerPart, text: str, logprobs: Sequence[ShownLogprob]) -> bytes:
         if logprobs:
             place = self._content_place(part)
-            shown = [_in_event(self._logprob(entry)) for entry in logprobs]
+            shown = [_in_event(shown_logprob(self._tokenizer, entry)) for entry in logprobs]
             return self._event("response.output_text.delta", **place, delta=text, logprobs=shown)
         event = self._deltas.get(part.index)
         if event is None:
@@ -261,17 +262,8 @@ class ResponsesFormat(AnswerFormat):
     ) -> dict[str, Any]:
         if part.kind == "thinking":
             return {"type": "reasoning_text", "text": text}
-        shown = [self._logprob(entry) for entry in logprobs]
+        shown = [shown_logprob(self._tokenizer, entry) for entry in logprobs]
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": shown}
-
-    def _logprob(self, entry: ShownLogprob) -> dict[str, Any]:
-        top = [self._token(*alternative) for alternative in entry.top]
-        return {**self._token(entry.token_id, entry.logprob), "top_logprobs": top}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        spelled = self._tokenizer.token_bytes(token_id)
-        text = spelled.decode("utf-8", "replace")
-        return {"token": text, "logprob": logprob, "bytes": list(spelled)}
 
 
 def _in_event(logprob: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,12 @@ from router.frontend.api.responses.body import (
 )
 from router.frontend.api.responses.tools import OfferedTool, choice_of, joined, offered_tools
 from router.frontend.api.tool_use.custom import arguments_of
-from router.frontend.api.translation import Content, TranslatedConversation, Translation
+from router.frontend.api.translation import Content, TranslatedConversation, Translation, required
 
+_SAME = (
+    *("stream", "temperature", "top_p", "seed", "user", "priority", "cache_salt"),
+    *("prompt_cache_key", "prompt_cache_retention", "service_tier"),
+)
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _NAMES = {
     r"response_format(\.json_schema)?": "text.format",
@@ -79,24 +83,19 @@ def _add(
     conversation: TranslatedConversation, item: ResponsesItem, where: str, ignored: Ignored
 ) -> None:
     if item.type == "message":
-        if item.role is None:
-            raise _required(f"{where}.role")
-        role = "system" if item.role == "developer" else item.role
-        if item.content is None:
-            raise _required(f"{where}.content")
+        role = required(item.role, f"{where}.role")
         content = _content_of(conversation, item.content, f"{where}.content")
-        conversation.add_text(role, content, where)
+        conversation.add_text("system" if role == "developer" else role, content, where)
     elif item.type in ("function_call", "custom_tool_call"):
-        if item.call_id is None or item.name is None:
-            raise _required(f"{where}.{'call_id' if item.call_id is None else 'name'}")
+        call_id = required(item.call_id, f"{where}.call_id")
+        name = joined(item.namespace, required(item.name, f"{where}.name"))
         is_custom = item.type == "custom_tool_call"
         arguments = arguments_of(item.input or "") if is_custom else item.arguments or "{}"
-        conversation.add_call(item.call_id, joined(item.namespace, item.name), arguments, where)
+        conversation.add_call(call_id, name, arguments, where)
     elif item.type in ("function_call_output", "custom_tool_call_output"):
-        if item.call_id is None or item.output is None:
-            raise _required(f"{where}.{'call_id' if item.call_id is None else 'output'}")
+        call_id = required(item.call_id, f"{where}.call_id")
         content = _content_of(conversation, item.output, f"{where}.output")
-        conversation.add_result(item.call_id, content, where)
+        conversation.add_result(call_id, content, where)
     elif item.type == "reasoning":
         given = item.content or item.summary or ""
         thoughts = _content_of(conversation, given, f"{where}.content")
@@ -113,9 +112,11 @@ def _add(
 
 
 def _content_of(
-    conversation: TranslatedConversation, content: str | list[ResponsesPart], where: str
+    conversation: TranslatedConversation, content: str | list[ResponsesPart] | None, where: str
 ) -> Content:
     """Return the texts and images of an item."""
+    if content is None:
+        raise InvalidRequestError.at(where, "is required")
     if isinstance(content, str):
         return content
     parts: list[Any] = []
@@ -123,23 +124,16 @@ def _content_of(
         name = "refusal" if part.type == "refusal" else "text"
         text: str | None = getattr(part, name)
         if part.type == "input_image":
-            if part.image_url is None:
-                raise _required(f"{where}[{index}].image_url")
-            parts.append(conversation.image(part.image_url, f"{where}[{index}]"))
+            url = required(part.image_url, f"{where}[{index}].image_url")
+            parts.append(conversation.image(url, f"{where}[{index}]"))
             continue
         if part.type not in (*_TEXT_PARTS, "refusal"):
             raise InvalidRequestError.at(
                 f"{where}[{index}].type",
                 f"{part.type[:64]!r} is not supported; send its text",
             )
-        if text is None:
-            raise _required(f"{where}[{index}].{name}")
-        parts.append(text)
+        parts.append(required(text, f"{where}[{index}].{name}"))
     return conversation.content(parts)
-
-
-def _required(param: str) -> InvalidRequestError:
-    return InvalidRequestError.at(param, "is required")
 
 
 def _tools(body: InputTokensBody, offered: Sequence[OfferedTool]) -> dict[str, Any]:
@@ -168,18 +162,7 @@ def _text(body: InputTokensBody) -> dict[str, Any]:
 
 
 def _sampling(body: ResponsesBody) -> dict[str, Any]:
-    fields = {
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "seed": body.seed,
-        "user": body.user,
-        "priority": body.priority,
-        "cache_salt": body.cache_salt,
-        "prompt_cache_key": body.prompt_cache_key,
-        "prompt_cache_retention": body.prompt_cache_retention,
-        "service_tier": body.service_tier,
-    }
+    fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     return {name: value for name, value in fields.items() if value is not None}

@@ -1,6 +1,5 @@
 """Deletion of what one host has of a tenant: files, batches, and texts in logs. All block."""
 
-import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -42,32 +41,16 @@ def delete_files(store: BatchStore, tenant: str, until_ms: int) -> dict[str, int
         with store.changing(tenant):
             now = store.batch(tenant, batch.id) or batch
             made |= {now.output_file_id, now.error_file_id}
-            was_there = store.remove(batch)
+            was_there = store.remove(tenant, "batches", batch.id)
         if was_there and now.ended:
             counts["batches"] += 1
         elif was_there:
             counts[batch.id] = 1
     for file in store.files(tenant):
         if file.created_s * 1000 <= until_ms or file.id in made:
-            counts["files"] += _remove(store.root / tenant / "files", file.id)
-    for path in (store.root / tenant).glob("*/*"):  # without a record: left by a dead process
-        if path.suffix != ".json" and not path.with_suffix(".json").exists():
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime_ns <= until_ms * 1_000_000:
-                    path.unlink()
+            counts["files"] += store.remove(tenant, "files", file.id)
+    store.sweep_strays(tenant, until_ms / 1000)
     return counts
-
-
-def _remove(folder: Path, name: str) -> bool:
-    """Remove a record and its data; return whether this call removed the record."""
-    for path in folder.glob(f"{name}.*"):
-        if path.suffix != ".json":
-            path.unlink(missing_ok=True)
-    try:
-        (folder / f"{name}.json").unlink()
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def blank_texts(folder: Path, until_ms: Mapping[str, int]) -> dict[str, int]:

@@ -13,7 +13,6 @@ from baton.text.answer_check import Match
 from baton.types.errors import BatonError, UnavailableError
 from baton.types.gates import GoldenPrompt, GoldenRound
 from baton.types.params import SamplingParams
-from router.lanes.golden import GoldenAnswer, difference
 from router.process import Process
 from router.request import Pinned
 from router.routing.requests.readiness import pinned_request, probed, usable_pairs
@@ -37,6 +36,32 @@ def golden_of(router: Process, model: str) -> tuple[GoldenPrompt, ...]:
         return own
     lane = router.lanes.of(model)
     return lane.settings.golden if model in lane.model.names else ()
+
+
+class GoldenAnswer(NamedTuple):
+    """Answer of one model to a golden prompt: token ids of both, and the answer's text."""
+
+    prompt: Sequence[int]
+    tokens: tuple[int, ...]
+    text: str
+
+
+def difference(
+    golden: GoldenPrompt, answer: GoldenAnswer, other: GoldenAnswer | None = None
+) -> str:
+    """Return how the tokens of an answer differ from the right ones; empty if they are right.
+
+    ``other``: answer of the model ``golden.same_as``.
+    """
+    if other is not None and answer.prompt != other.prompt:
+        return f"the prompt has other tokens than for {golden.same_as}"
+    right = golden.tokens if other is None else other.tokens
+    for index, (token, wanted) in enumerate(zip(answer.tokens, right, strict=False)):
+        if token != wanted:
+            return f"token {index} is {token} instead of {wanted}"
+    if len(answer.tokens) != len(right):
+        return f"the answer has {len(answer.tokens)} tokens instead of {len(right)}"
+    return ""
 
 
 class _Checked(NamedTuple):

@@ -6,8 +6,8 @@ from baton.config.golden_file import GoldenFileError, read_golden
 from baton.types.gates import Evidence, GoldenPrompt, GoldenRound, Tally
 from baton.types.routes import NameRoute, RouteTable
 from baton.types.versioned import TableChangeError
+from router.frontend.operators.gates.golden import GoldenAnswer, difference
 from router.lanes.gate import EVERY_NS, Gate, GateBook, Outcome
-from router.lanes.golden import GoldenAnswer, difference
 from router.lanes.routes import route, thrown_out, with_alias, with_canary
 
 CANARY = NameRoute(target="v1", canary="v2", share=0.1, since_ms=7)
@@ -101,7 +101,6 @@ def test_a_new_canary_of_a_name_has_a_new_gate_and_a_larger_share_keeps_it() -> 
     assert book.get("chat") is not first
     book.follow(RouteTable())
     assert list(book) == []
-    book.ended("chat", "v2", Outcome(failed=True))
 
 
 def test_a_canary_that_was_thrown_out_leaves_its_reason_until_the_next_change() -> None:

@@ -15,8 +15,8 @@ from baton.types.errors import (
     LimitTooSmallError,
     RateLimitError,
 )
-from router.tenants.metered_call import MeteredCall
-from router.tenants.quota import EXCHANGE_NS, Never, QuotaReservation, Quotas, Taken, Wait
+from router.routing.requests.call import Call
+from router.tenants.quota import EXCHANGE_NS, Never, QuotaReservation, Quotas, Wait
 
 _LOG = logging.getLogger(__name__)
 
@@ -124,9 +124,9 @@ class QuotaFeed:
                 f"try again in {after_s:.1f} s",
                 retry_after_s=after_s,
             )
-        return outcome.reservation if isinstance(outcome, Taken) else None
+        return outcome
 
-    async def begun(self, call: MeteredCall) -> None:
+    async def begun(self, call: Call) -> None:
         """Reserve the tokens of all prompts of a call, each once, and of all answers."""
         if not self.quotas.has_limits(call.tenant):
             return
@@ -142,7 +142,7 @@ class QuotaFeed:
             max(answer_tokens),
         )
 
-    def ended(self, call: MeteredCall) -> None:
+    def ended(self, call: Call) -> None:
         """Correct the reservation by the usage; a prompt that no worker received is free."""
         if call.reservation is not None:
             self.quotas.settle(
