@@ -221,7 +221,7 @@ def test_tenants_that_share_no_cache_use_none(pair: Pair, tmp_path: Path) -> Non
         def cached(key: str) -> int:
             answer = httpx.post(
                 f"{fleet.url}/v1/completions",
-                json={"model": MODEL, "prompt": LONG, "max_tokens": 2},
+                json={"model": MODEL, "prompt": LONG[:160], "max_tokens": 2},
                 headers={"authorization": f"Bearer {key}"},
                 trust_env=False,
                 timeout=60,
@@ -230,7 +230,7 @@ def test_tenants_that_share_no_cache_use_none(pair: Pair, tmp_path: Path) -> Non
             return 0 if details is None else int(details["cached_tokens"])
 
         assert cached("key-of-a") == 0
-        assert cached("key-of-a") > 50
+        assert cached("key-of-a") > 30
         assert [cached("key-of-b"), cached("key-of-b"), cached("key-of-a")] == [0, 0, 0]
     finally:
         fleet.close()
@@ -246,7 +246,7 @@ def test_a_gateway_sends_turns_where_their_prefix_is_cached(pair: Pair, tmp_path
     envoy = None
 
     def ask(story: int, question: str) -> tuple[str, int]:
-        text = f"Story {story}. {LONG * 2} {question}"
+        text = f"Story {story}. {LONG} {question}"
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
         url = f"{envoy.streamed}/v1/chat/completions"
         answer = httpx.post(url, json=body, trust_env=False, timeout=120)
@@ -262,7 +262,7 @@ def test_a_gateway_sends_turns_where_their_prefix_is_cached(pair: Pair, tmp_path
         time.sleep(3.5)  # beyond what is only expected of a placement
         for story, (server, _) in enumerate(firsts):
             again, cached = ask(story, "And then?")
-            assert (again, cached > 200) == (server, True), (story, firsts)
+            assert (again, cached > 100) == (server, True), (story, firsts)
         assert len({server for server, _ in firsts}) == 2
     finally:
         if envoy is not None:
