@@ -28,7 +28,7 @@ import tests.soak  # noqa: F401 - selects hypothesis' profile
 # Modules and collected tests stay: a search for garbage among them takes a fifth of the collection.
 gc.disable()
 
-TOGETHER = ("tests/e2e/", "tests/hosts/", "tests/router/page/")
+TOGETHER = ("tests/e2e/", "tests/hosts/", "tests/router/page/", "tests/engine/text/")
 # A context reads all certificates of the system, which takes 25 ms; tests open hundreds of clients.
 for transport in (httpx_default, httpx2_default):
     transport.create_ssl_context = functools.cache(transport.create_ssl_context)
@@ -44,8 +44,8 @@ SLOW_LIMIT_S = 600.0  # where a test names none: its neighbours are as slow
 class ByFile(LoadScopeScheduling):
     """A file stays together, for its fixtures; so does all of e2e, for the fleet that it shares.
 
-    So do the tests of the page, for their browser, and all that makes hosts of namespaces: five of
-    them, loaded, are enough for one machine.
+    So do the tests of the page, for their browser, those of text, for a large tokenizer, and all
+    that makes hosts of namespaces: five of them, loaded, are enough for one machine.
 
     xdist has ``loadgroup`` for this, which pytest 9.2 broke without a word: groups were scattered,
     and every fleet of a module was started in both processes.
