@@ -24,6 +24,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 import tests.soak  # noqa: F401 - selects hypothesis' profile
+from baton.text.template import _Environment as ChatEnvironment
 
 # Modules and collected tests stay: a search for garbage among them takes a fifth of the collection.
 gc.disable()
@@ -32,6 +33,10 @@ TOGETHER = ("tests/e2e/", "tests/hosts/", "tests/router/page/", "tests/engine/te
 # A context reads all certificates of the system, which takes 25 ms; tests open hundreds of clients.
 for transport in (httpx_default, httpx2_default):
     transport.create_ssl_context = functools.cache(transport.create_ssl_context)
+# A chat template compiles in 20 ms, and tests build hundreds of routers and parsers with the same.
+_compile = ChatEnvironment.compile
+_code_of = functools.cache(lambda source: _compile(ChatEnvironment(), source))
+ChatEnvironment.compile = lambda self, source: _code_of(source)
 
 COSTLY_CPU_S = 3.0
 """Most CPU seconds of a quick test on an EPYC, unless it is marked."""
