@@ -24,14 +24,19 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 import tests.soak  # noqa: F401 - selects hypothesis' profile
+from baton.text.template import _Environment as ChatEnvironment
 
 # Modules and collected tests stay: a search for garbage among them takes a fifth of the collection.
 gc.disable()
 
-TOGETHER = ("tests/e2e/", "tests/hosts/")
+TOGETHER = ("tests/e2e/", "tests/hosts/", "tests/router/page/", "tests/engine/text/")
 # A context reads all certificates of the system, which takes 25 ms; tests open hundreds of clients.
 for transport in (httpx_default, httpx2_default):
     transport.create_ssl_context = functools.cache(transport.create_ssl_context)
+# A chat template compiles in 20 ms, and tests build hundreds of routers and parsers with the same.
+_compile = ChatEnvironment.compile
+_code_of = functools.cache(lambda source: _compile(ChatEnvironment(), source))
+ChatEnvironment.compile = lambda self, source: _code_of(source)
 
 COSTLY_CPU_S = 3.0
 """Most CPU seconds of a quick test on an EPYC, unless it is marked."""
@@ -44,7 +49,8 @@ SLOW_LIMIT_S = 600.0  # where a test names none: its neighbours are as slow
 class ByFile(LoadScopeScheduling):
     """A file stays together, for its fixtures; so does all of e2e, for the fleet that it shares.
 
-    And all that makes hosts of namespaces: five of them, loaded, are enough for one machine.
+    So do the tests of the page, for their browser, those of text, for a large tokenizer, and all
+    that makes hosts of namespaces: five of them, loaded, are enough for one machine.
 
     xdist has ``loadgroup`` for this, which pytest 9.2 broke without a word: groups were scattered,
     and every fleet of a module was started in both processes.

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.fleet_processes import Fleet, chat, fleet, free_port
 from tests.telemetry.otlp_collector import Collector, over_grpc
 
-PAIR_BLOCKS = 160
+PAIR_BLOCKS = 96
 Pages = dict[str, dict[str, Metric]]
 
 

@@ -5,7 +5,7 @@ import httpx
 from tests.e2e.conftest import PAIR_BLOCKS, Pair
 from tests.e2e.fleet_processes import Fleet, chat
 
-SESSION_WORDS = 290
+SESSION_WORDS = 172
 
 
 def ask(running: Fleet, name: str, turns: int, **hints: object) -> dict[str, int]:

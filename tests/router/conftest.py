@@ -31,6 +31,7 @@ from router.served_model import ServedModel
 from router.settings import ProcessSettings
 from router.sources import LaneSources, LaneTables, Sources
 from tests.router.emulated_worker import EmulatedWorker, Script
+from tests.router.page.chromium import Browser
 from tests.router.quick_server import QuickServer
 from tests.router.settings import settings_of
 from tests.router.static_directory import StaticDirectory
@@ -82,6 +83,21 @@ def artifact():
 @pytest.fixture(scope="session")
 def model(artifact):
     return ServedModel(artifact, (MODEL, "alias"))
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("browser"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+async def tab(browser):
+    """A page in a browser; nothing may have gone wrong in it."""
+    async with browser.tab() as opened:
+        yield opened
+    assert opened.problems == []
 
 
 def process_of(model: ServedModel, directory, tables=None, **settings) -> Process:

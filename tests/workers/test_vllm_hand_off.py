@@ -27,10 +27,9 @@ ROOT = Path(__file__).parents[2]
 
 
 class Pair(NamedTuple):
-    """Two prefill workers and a decode worker, with the folders that switch their vLLMs."""
+    """A prefill and a decode worker, with the folders that switch their vLLMs."""
 
     prefill: WorkerProcess
-    other: WorkerProcess
     decode: WorkerProcess
     router: MiniRouter
     folder: Path
@@ -55,20 +54,33 @@ def recorded_vllm(folder: Path) -> Path:
 @pytest.fixture
 async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
     program = recorded_vllm(tmp_path)
-    started = []
     async with contextlib.AsyncExitStack() as undo:
-        for worker_id in ("prefill-0", "prefill-1", "decode-0"):
-            model = write_llama(tmp_path / worker_id, vocab_size=RECORDED_VOCAB)
-            external = ExternalEngine(kind="vllm", python=str(program), hand_off="nixl")
-            worker = await WorkerProcess.start(
-                worker_id, model=model, numerics="fast", external=external
-            )
-            undo.push_async_callback(worker.stop)
-            started.append(worker)
-        router = MiniRouter(started[2])
+        prefill, decode = [
+            await undo.enter_async_context(vllm_worker(worker_id, tmp_path, program))
+            for worker_id in ("prefill-0", "decode-0")
+        ]
+        router = MiniRouter(decode)
         await router.connect()
         undo.push_async_callback(router.close)
-        yield Pair(*started, router, tmp_path)
+        yield Pair(prefill, decode, router, tmp_path)
+
+
+@pytest.fixture
+async def other(pair: Pair) -> AsyncIterator[WorkerProcess]:
+    """Another prefill worker beside them."""
+    async with vllm_worker("prefill-1", pair.folder, pair.folder / "python") as worker:
+        yield worker
+
+
+@contextlib.asynccontextmanager
+async def vllm_worker(worker_id: str, folder: Path, program: Path) -> AsyncIterator[WorkerProcess]:
+    model = write_llama(folder / worker_id, vocab_size=RECORDED_VOCAB)
+    external = ExternalEngine(kind="vllm", python=str(program), hand_off="nixl")
+    worker = await WorkerProcess.start(worker_id, model=model, numerics="fast", external=external)
+    try:
+        yield worker
+    finally:
+        await worker.stop()
 
 
 async def test_a_vllm_is_exact_if_its_mode_is_on_and_all_paths_agree(tmp_path: Path) -> None:
@@ -138,7 +150,9 @@ def recorded_tokens() -> list[int]:
     return [token for chunk in chunks for one in chunk["choices"] for token in one["token_ids"]]
 
 
-async def test_a_load_that_fails_goes_to_another_prefill_worker(pair: Pair) -> None:
+async def test_a_load_that_fails_goes_to_another_prefill_worker(
+    pair: Pair, other: WorkerProcess
+) -> None:
     switch = pair.folder / "decode-0" / "fail"
     switch.touch()
     router = pair.router
@@ -149,7 +163,7 @@ async def test_a_load_that_fails_goes_to_another_prefill_worker(pair: Pair) -> N
     assert not needed.peer_died
     assert router.tokens["r"][0] == [FIRST]
     switch.unlink()
-    target = pair.other.target("r", pair.decode.record)
+    target = other.target("r", pair.decode.record)
     await router.send(replacement={"request_id": "r", "attempt": 1, "prefill": target})
     assert not (await router.ended("r")).HasField("error")
     assert router.tokens["r"][0] == [FIRST, *recorded_tokens()]
@@ -198,7 +212,9 @@ async def test_a_cancelled_load_leaves_nothing(pair: Pair) -> None:
     await at_prefill.close()
 
 
-async def test_a_prefill_worker_that_dies_before_its_first_token_is_named(pair: Pair) -> None:
+async def test_a_prefill_worker_that_dies_before_its_first_token_is_named(
+    pair: Pair, other: WorkerProcess
+) -> None:
     shell = psutil.Process(pair.prefill.process.pid)
     shell.suspend()
     router = pair.router
@@ -206,12 +222,14 @@ async def test_a_prefill_worker_that_dies_before_its_first_token_is_named(pair: 
     shell.send_signal(signal.SIGKILL)
     await router.until(lambda: bool(router.asks))
     assert router.asks[0].peer_died
-    target = pair.other.target("r", pair.decode.record)
+    target = other.target("r", pair.decode.record)
     await router.send(replacement={"request_id": "r", "attempt": 1, "prefill": target})
     assert not (await router.ended("r")).HasField("error")
 
 
-async def test_a_prefill_worker_that_dies_during_the_load_is_named(pair: Pair) -> None:
+async def test_a_prefill_worker_that_dies_during_the_load_is_named(
+    pair: Pair, other: WorkerProcess
+) -> None:
     switches = pair.folder / "decode-0"
     (switches / "hang").touch()
     router = pair.router
@@ -228,7 +246,7 @@ async def test_a_prefill_worker_that_dies_during_the_load_is_named(pair: Pair) -
     await router.until(lambda: bool(router.asks))
     assert router.asks[0].peer_died
     (switches / "fail").unlink()
-    target = pair.other.target("r", pair.decode.record)
+    target = other.target("r", pair.decode.record)
     await router.send(replacement={"request_id": "r", "attempt": 1, "prefill": target})
     assert not (await router.ended("r")).HasField("error")
     assert router.tokens["r"][0] == [FIRST, *recorded_tokens()]

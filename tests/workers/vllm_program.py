@@ -14,12 +14,14 @@ import os
 import sys
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import zmq
 import zmq.asyncio
+
+if TYPE_CHECKING:
+    from tests.workers.vllm_pool import Pool
 
 RECORDED = Path(__file__).parents[1] / "engine/vllm/recorded"
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
@@ -32,32 +34,6 @@ def prefill(prompt_tokens: int, held: bool) -> bytes:
     own = {**PREFILL["kv_transfer_params"], "remote_num_tokens": prompt_tokens}
     own["remote_port"] = os.getpid()
     return msgspec.json.encode({**PREFILL, "kv_transfer_params": own if held else None})
-
-
-class Pool:
-    """The worker's pool as vLLM maps it: two layers, K and V, pages of one head in bf16."""
-
-    def __init__(self, extra: dict[str, str]) -> None:
-        cache = msgspec.json.decode((RECORDED / "server_info.json").read_bytes())
-        cache = cache["vllm_config"]["cache_config"]
-        shape = (2, 2, cache["num_gpu_blocks"] * cache["block_size"] // 16, 16 * 32 * 2)
-        descriptor = os.open(extra["pool"], os.O_RDWR)
-        os.ftruncate(descriptor, int(np.prod(shape)))
-        self.bytes = np.memmap(extra["pool"], np.uint8, "r+", shape=shape)
-        os.close(descriptor)
-        Path(extra["generations"]).write_bytes(bytes(8 * shape[2]))
-        Path(extra["order"]).write_text("amx")
-
-    def save(self, pages: list[int], tokens: list[int]) -> None:
-        self.bytes[:, :, pages] = self._expected(len(pages), tokens)
-
-    def holds(self, pages: list[int], tokens: list[int]) -> bool:
-        return np.array_equal(self.bytes[:, :, pages], self._expected(len(pages), tokens))
-
-    def _expected(self, pages: int, tokens: list[int]) -> np.ndarray:
-        """Return bytes that depend on the prompt's first tokens, and on their place."""
-        shape = (2, 2, pages, self.bytes.shape[3])
-        return np.random.default_rng(tokens[:32]).integers(0, 256, shape, np.uint8)
 
 
 class Scored:
@@ -99,7 +75,7 @@ class Scored:
 class Program:
     """The sockets of one vLLM."""
 
-    def __init__(self, folder: Path, switches: Path, pool: Pool | None) -> None:
+    def __init__(self, folder: Path, switches: Path, pool: "Pool | None") -> None:
         self.folder = folder
         self.switches = switches
         self.pool = pool
@@ -164,5 +140,9 @@ if __name__ == "__main__":
     model = Path(sys.argv[sys.argv.index("serve") + 1])
     connector = msgspec.json.decode(sys.argv[sys.argv.index("--kv-transfer-config") + 1])
     extra = connector.get("kv_connector_extra_config")
-    pool = Pool(extra) if extra else None
-    asyncio.run(Program(socket.parent, model, pool).serve())
+    program = Program(socket.parent, model, None)
+    if extra:
+        from tests.workers.vllm_pool import Pool  # numpy takes half of a start
+
+        program.pool = Pool(extra)
+    asyncio.run(program.serve())

@@ -2,17 +2,21 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from baton.engine.core.plan import PlanRow, StepPlan
 from baton.engine.cpu.decoder import Decoder
-from baton.engine.cpu.selftest import fast_tiling, numerics_id, verify_exact
+from baton.engine.cpu.load import load_model
+from baton.engine.cpu.selftest import attention_tiling, fast_tiling, numerics_id, verify_exact
 from baton.engine.numerics import NumericsSetupError, same_bits
+from baton.model.artifact import resolve_model
 from baton.types.errors import NumericsError
 from baton.types.params import SamplingParams
 from tests.engine.conftest import Driver
+from tests.engine.tiny_llama import write_llama
 
 Make = Callable[..., Driver]
 
@@ -195,14 +199,17 @@ def test_stale_values_beyond_the_end_never_leak(make_driver: Make) -> None:
     assert clean.answer(prompt, GREEDY) == stale.answer(prompt, GREEDY, scattered=True)
 
 
-@pytest.mark.costly
 @pytest.mark.usefixtures("key_counting_kernel")
 def test_the_self_test_fails_loudly_when_the_machine_does_not_keep_the_promise(
-    load: Callable[[str, str], Decoder],
+    tmp_path: Path,
 ) -> None:
-    broken = fast_tiling(3)  # lengths by the block: not invariant
-    with torch.inference_mode(), pytest.raises(NumericsSetupError, match="computed apart differ"):
-        verify_exact(load("fp32", "exact"), broken, "fp32")
+    tiny = resolve_model(write_llama(tmp_path))
+    broken = fast_tiling(4)  # lengths by the block: not invariant
+    with torch.inference_mode():
+        model = load_model(tiny, "fp32", "exact")
+        verify_exact(model, attention_tiling(tiny.config, "fp32", "exact"), "fp32")
+        with pytest.raises(NumericsSetupError, match="computed apart differ"):
+            verify_exact(model, broken, "fp32")
 
 
 def test_the_numerics_id_tells_modes_apart_and_is_stable(

@@ -20,5 +20,11 @@ def metadata(default_artifact) -> dict:
 
 
 @pytest.fixture(scope="session")
+def gemma_tokenizer(gemma):
+    """Gemma 3's, which takes two seconds."""
+    return load_tokenizer(gemma.tokenizer)
+
+
+@pytest.fixture(scope="session")
 def smollm(metadata):
     return load_tokenizer(metadata)

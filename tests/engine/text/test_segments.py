@@ -44,7 +44,8 @@ def each(encode: Callable[[str], list[int]]) -> EncodeAll:
 
 @pytest.fixture(scope="module", params=SPECIAL)
 def encoder(request) -> tuple[TextTokenizer, dict[str, int], SegmentEncoder]:
-    tokenizer = load_tokenizer(resolve_model(request.param).tokenizer)
+    name = "smollm" if request.param == DEFAULT_MODEL else "gemma_tokenizer"
+    tokenizer = request.getfixturevalue(name)
     special = {text: tokenizer.backend.token_to_id(text) for text in SPECIAL[request.param]}
     assert splits_at_special_tokens(tokenizer.encode, special)
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.text.gguf_tokenizer import TokenType
-from baton.text.tokenizer import TextTokenizer, load_tokenizer
+from baton.text.tokenizer import TextTokenizer
 from tests.soak import examples
 
 PREFIX = "tokenizer.ggml."
@@ -31,8 +31,8 @@ def metadata(gemma) -> dict:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(metadata) -> TextTokenizer:
-    return load_tokenizer(metadata)
+def tokenizer(gemma_tokenizer) -> TextTokenizer:
+    return gemma_tokenizer
 
 
 @pytest.mark.parametrize(("text", "ids"), GOLDEN)

@@ -211,17 +211,17 @@ def test_a_client_that_leaves_frees_the_slot(pair: Pair) -> None:
 
 
 @pytest.mark.costly
-def test_tenants_that_share_no_cache_use_none(peer: Peer, model: Path, tmp_path: Path) -> None:
-    server = LlamaServer(peer, model)
+def test_tenants_that_share_no_cache_use_none(pair: Pair, tmp_path: Path) -> None:
+    """Another fleet with one of the servers, whose cache is not empty."""
     keys = {"key-of-a": {"tenant": "a"}, "key-of-b": {"tenant": "b"}}
-    fleet = AttachedFleet(tmp_path, [server.url], "llama-server", api_keys=keys)
+    fleet = AttachedFleet(tmp_path, [pair.servers[0].url], "llama-server", api_keys=keys)
     try:
         fleet.wait_ready()
 
         def cached(key: str) -> int:
             answer = httpx.post(
                 f"{fleet.url}/v1/completions",
-                json={"model": MODEL, "prompt": LONG, "max_tokens": 2},
+                json={"model": MODEL, "prompt": LONG[:160], "max_tokens": 2},
                 headers={"authorization": f"Bearer {key}"},
                 trust_env=False,
                 timeout=60,
@@ -230,11 +230,10 @@ def test_tenants_that_share_no_cache_use_none(peer: Peer, model: Path, tmp_path:
             return 0 if details is None else int(details["cached_tokens"])
 
         assert cached("key-of-a") == 0
-        assert cached("key-of-a") > 50
+        assert cached("key-of-a") > 30
         assert [cached("key-of-b"), cached("key-of-b"), cached("key-of-a")] == [0, 0, 0]
     finally:
         fleet.close()
-        server.stop()
 
 
 @pytest.mark.costly
@@ -247,7 +246,7 @@ def test_a_gateway_sends_turns_where_their_prefix_is_cached(pair: Pair, tmp_path
     envoy = None
 
     def ask(story: int, question: str) -> tuple[str, int]:
-        text = f"Story {story}. {LONG * 4} {question}"
+        text = f"Story {story}. {LONG} {question}"
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
         url = f"{envoy.streamed}/v1/chat/completions"
         answer = httpx.post(url, json=body, trust_env=False, timeout=120)
@@ -263,7 +262,7 @@ def test_a_gateway_sends_turns_where_their_prefix_is_cached(pair: Pair, tmp_path
         time.sleep(3.5)  # beyond what is only expected of a placement
         for story, (server, _) in enumerate(firsts):
             again, cached = ask(story, "And then?")
-            assert (again, cached > 200) == (server, True), (story, firsts)
+            assert (again, cached > 100) == (server, True), (story, firsts)
         assert len({server for server, _ in firsts}) == 2
     finally:
         if envoy is not None:
@@ -273,7 +272,7 @@ def test_a_gateway_sends_turns_where_their_prefix_is_cached(pair: Pair, tmp_path
 
 def test_a_response_goes_on_when_its_server_is_killed(pair: Pair) -> None:
     """The last test: its server does not come back."""
-    body = {"prompt": "Count: 1, 2, 3, 4, 5,", "max_tokens": 300, "ignore_eos": True}
+    body = {"prompt": "Count: 1, 2, 3, 4, 5,", "max_tokens": 150, "ignore_eos": True}
     expected = completion(pair, **body)["choices"][0]["text"]
     response = Background(lambda: completion(pair, **body)["choices"][0]["text"])
     wait_for(lambda: any(server.busy_slots for server in pair.servers), 10)

@@ -7,7 +7,7 @@ from baton.config.clients import ApiKeyConfig
 from router.frontend.openapi import document
 from tests.router.conftest import MODEL, events_of
 from tests.router.emulated_worker import Script
-from tests.router.page.chromium import CHROMIUM, chromium
+from tests.router.page.chromium import CHROMIUM
 
 CALLS = document.described()["calls"]
 _NEED_FILES = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/batches"
@@ -138,15 +138,13 @@ async def test_keys_are_described_as_they_are_asked_for(make_fleet):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
-async def test_the_page_shows_the_calls_and_asks_no_other_host(fleet, tmp_path):
-    async with chromium(tmp_path / "profile") as tab:
-        await tab.go(f"{fleet.url}/docs")
-        await tab.until("document.querySelectorAll('.opblock').length > 20")
-        shown = await tab.js("document.querySelector('.swagger-ui').innerText")
-        assert "/v1/chat/completions" in shown
-        assert tab.problems == []
-        hosts = {url.split("/")[2] for url in tab.urls if url.startswith(("http", "ws"))}
-        assert hosts == {fleet.url.removeprefix("http://")}
+async def test_the_page_shows_the_calls_and_asks_no_other_host(fleet, tab):
+    await tab.go(f"{fleet.url}/docs")
+    await tab.until("document.querySelectorAll('.opblock').length > 20")
+    shown = await tab.js("document.querySelector('.swagger-ui').innerText")
+    assert "/v1/chat/completions" in shown
+    hosts = {url.split("/")[2] for url in tab.urls if url.startswith(("http", "ws"))}
+    assert hosts == {fleet.url.removeprefix("http://")}
 
 
 async def test_the_document_is_made_once(fleet, monkeypatch):

@@ -3,12 +3,16 @@
 import asyncio
 import base64
 import contextlib
+import itertools
 import json
 import os
 import shutil
+import subprocess
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _FLAGS = (
@@ -19,52 +23,71 @@ _FLAGS = (
 
 
 class Tab:
-    """One page. ``problems`` collects what its console, its scripts and its policy complain of."""
+    """The page of a test. Each router is an origin, so that no test sees another one's storage.
 
-    def __init__(self, reader: asyncio.StreamReader, out: int) -> None:
-        self._reader, self._out = reader, out
-        self._number, self._session = 0, ""
+    Attributes:
+        problems: What its console, its scripts and its policy complain of.
+        absent: Paths of the router that this fleet does not have: a 404 of them is no problem.
+        urls: What it has asked for.
+    """
+
+    def __init__(self, browser: "Browser") -> None:
+        self._browser = browser
+        self._loop = asyncio.get_running_loop()
+        self._session = ""
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.problems: list[str] = []
+        self.absent: set[str] = set()
         self.urls: list[str] = []
 
-    async def listen(self) -> None:
-        while message := (await self._reader.readuntil(b"\0"))[:-1]:
-            self._take(json.loads(message))
+    def take(self, told: dict[str, Any]) -> None:
+        """Take a message of the browser, in any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._take, told)
 
     def _take(self, told: dict[str, Any]) -> None:
         if "id" in told:
-            waiting = self._answers.pop(told["id"])
-            if not waiting.done():
+            waiting = self._answers.pop(told["id"], None)  # None: another tab's
+            if waiting is not None and not waiting.done():
                 waiting.set_result(told)
+            return
+        if told.get("sessionId") != self._session:
             return
         parameters = told["params"]
         match told["method"]:
             case "Runtime.exceptionThrown":
                 self.problems.append(json.dumps(parameters["exceptionDetails"]))
             case "Log.entryAdded" if parameters["entry"]["level"] == "error":
-                self.problems.append(parameters["entry"]["text"])
+                url = parameters["entry"].get("url", "")
+                if urlsplit(url).path not in self.absent:
+                    self.problems.append(f"{parameters['entry']['text']} {url}")
             case "Network.requestWillBeSent":
                 self.urls.append(parameters["request"]["url"])
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        number = next(self._browser.numbers)
+        message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
-        waiting = self._answers[self._number] = asyncio.get_running_loop().create_future()
-        os.write(self._out, json.dumps(message).encode() + b"\0")
+        waiting = self._answers[number] = self._loop.create_future()
+        self._browser.send(json.dumps(message).encode())
         async with asyncio.timeout(60):
             answer = await waiting
         assert "error" not in answer, (method, answer)
         return answer["result"]
 
     async def open(self) -> None:
-        target = await self.call("Target.createTarget", url="about:blank")
-        session = await self.call("Target.attachToTarget", flatten=True, **target)
+        targets = (await self.call("Target.getTargets"))["targetInfos"]
+        (page,) = (one["targetId"] for one in targets if one["type"] == "page")
+        session = await self.call("Target.attachToTarget", flatten=True, targetId=page)
         self._session = session["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
+
+    async def close(self) -> None:
+        await self.call("Page.navigate", url="about:blank")
+        session, self._session = self._session, ""
+        await self.call("Target.detachFromTarget", sessionId=session)
 
     async def go(self, url: str) -> None:
         """Open a page and wait until its scripts have run."""
@@ -117,39 +140,60 @@ class Tab:
         return base64.b64decode(shot["data"])
 
 
-@contextlib.asynccontextmanager
-async def chromium(folder: Path) -> AsyncIterator[Tab]:
-    """One tab of a browser that starts with the block and ends with it."""
-    to_browser, commands = os.pipe()
-    answers, from_browser = os.pipe()
-    root = ("--no-sandbox",) if os.geteuid() == 0 else ()
-    command = [str(CHROMIUM), *_FLAGS, *root, f"--user-data-dir={folder}", "about:blank"]
-    # Chromium reads its commands from descriptor 3 and answers on 4.
-    script = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
-    process = await asyncio.create_subprocess_exec(
-        *("bash", "-c", script, "bash", *command),
-        pass_fds=(to_browser, from_browser),
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
-        start_new_session=True,
-        env={**os.environ, "HOME": str(folder), "DBUS_SESSION_BUS_ADDRESS": "disabled:"},
-    )
-    os.close(to_browser)
-    os.close(from_browser)
-    reader = asyncio.StreamReader(limit=64 << 20)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(answers, "rb")
-    )
-    tab = Tab(reader, commands)
-    listening = asyncio.create_task(tab.listen())
-    try:
-        await tab.open()
-        yield tab
-    finally:
+class Browser:
+    """A browser with one tab, which one test after another uses.
+
+    A browser, or only a profile, for each test took a second of a core.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        to_browser, self._commands = os.pipe()
+        self._told, from_browser = os.pipe()
+        root = ("--no-sandbox",) if os.geteuid() == 0 else ()
+        command = [str(CHROMIUM), *_FLAGS, *root, f"--user-data-dir={folder}", "about:blank"]
+        # Chromium reads its commands from descriptor 3 and answers on 4.
+        script = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
+        self._process = subprocess.Popen(
+            ("bash", "-c", script, "bash", *command),
+            pass_fds=(to_browser, from_browser),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "HOME": str(folder), "DBUS_SESSION_BUS_ADDRESS": "disabled:"},
+        )
+        os.close(to_browser)
+        os.close(from_browser)
+        self.numbers = itertools.count(1)
+        self._tab: Tab | None = None
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
+
+    def _listen(self) -> None:
+        begun = b""
+        while part := os.read(self._told, 1 << 20):
+            *messages, begun = (begun + part).split(b"\0")
+            for message in messages:
+                if (tab := self._tab) is not None:
+                    tab.take(json.loads(message))
+
+    def send(self, message: bytes) -> None:
+        os.write(self._commands, message + b"\0")
+
+    @contextlib.asynccontextmanager
+    async def tab(self) -> AsyncIterator[Tab]:
+        """Return the tab as a new one: what it shows and what it was told is gone afterwards."""
+        tab = self._tab = Tab(self)
+        try:
+            await tab.open()
+            yield tab
+            await tab.close()
+        finally:
+            self._tab = None
+
+    def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)  # the group that was started above
-        await process.wait()
-        listening.cancel()
-        await asyncio.gather(listening, return_exceptions=True)
-        transport.close()
-        os.close(commands)
+            os.killpg(self._process.pid, 9)  # the group that was started above
+        self._process.wait()
+        self._listening.join(10)
+        os.close(self._told)
+        os.close(self._commands)

@@ -4,9 +4,9 @@ from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import OPS
 from tests.router.emulated_worker import answer_token
 from tests.router.lanes.conftest import OTHER, two_lanes
-from tests.router.page.test_page import needs_browser, tab
+from tests.router.page.test_page import needs_browser
 
-__all__ = ["redis_server", "registry", "tab", "two_lanes"]
+__all__ = ["redis_server", "registry", "two_lanes"]
 
 GOLDEN = {"name": "hi", "prompt": "hi", "max_tokens": 1, "tokens": [answer_token(0, 0, 0)]}
 ROWS = "[...document.querySelectorAll('#models tr')]"

@@ -12,9 +12,7 @@ import pytest
 from baton.config.clients import SloConfig
 from tests.router.page.crowd import Crowd
 from tests.router.page.layout import faults, top_of
-from tests.router.page.test_page import needs_browser, tab
-
-__all__ = ["tab"]
+from tests.router.page.test_page import needs_browser
 
 SIZES = ((390, 844), (1040, 800), (1600, 900))
 LIMITS = SloConfig(ttft_s=5, itl_s=1)
@@ -63,10 +61,10 @@ async def open_crowd(make_fleet, tab, workers: int, *, busy: bool = True) -> Cro
     fleet = await make_fleet({}, slo=LIMITS)
     crowd = Crowd(fleet, workers // 2, workers // 2, busy=busy)
     crowd.past()
+    tab.absent.add("/fleet/planner")  # there is no controller to ask
     await tab.show_as(1600, 900, "light")
     await tab.go(fleet.url)
     await tab.until(f"document.querySelectorAll('.worker').length === {workers}")
-    tab.problems.clear()  # there is no controller to ask for its plans
     return crowd
 
 
@@ -97,7 +95,6 @@ async def test_nothing_overlaps_or_is_cut_and_the_first_screen_answers(make_flee
                 "the picture is as wide as the page"
             )
             keep(image, f"{workers}-workers-{width}-{scheme}")
-    tab.problems.clear()
 
 
 @needs_browser
@@ -107,7 +104,6 @@ async def test_no_time_label_of_a_plot_is_cut(make_fleet, tab):
     for width, height in SIZES:
         await tab.show_as(width, height, "light")
         assert await tab.js(CUT_LABELS) == [], width
-    tab.problems.clear()
 
 
 @needs_browser
@@ -116,7 +112,6 @@ async def test_a_share_of_late_requests_has_the_time_since_when(make_fleet, tab)
     await open_crowd(make_fleet, tab, 2)
     text = "0 % of the last minute's requests were in time"
     assert await tab.js(LATE) == [text, 1206, None]
-    tab.problems.clear()
 
 
 @needs_browser
@@ -146,7 +141,6 @@ async def test_workers_in_natural_order_by_state_and_load_with_a_filter(make_fle
     await tab.key("Enter")
     await tab.until("byId('detail').open")
     assert await tab.js("location.hash") == "#worker=prefill-1"
-    tab.problems.clear()
 
 
 @needs_browser
@@ -175,8 +169,6 @@ async def test_edges_are_drawn_where_kv_moved_and_lead_to_their_story(make_fleet
     assert "hand-offs" in await tab.js("byId('detail-lines').textContent")
     await tab.key("Escape")
     await tab.until("location.hash === ''")
-    tab.problems.clear()  # there is no controller to ask for its plans
-    tab.problems.clear()
 
 
 @needs_browser
@@ -206,7 +198,6 @@ async def test_a_problem_says_since_when_and_leads_to_its_worker(make_fleet, tab
     assert "parked since" in told
     assert "parked by an operator" in told
     assert await faults(tab) == []
-    tab.problems.clear()
 
 
 @needs_browser
@@ -227,7 +218,6 @@ async def test_failures_and_a_standing_queue_are_problems(make_fleet, tab):
     await tab.js("""state.samples = state.samples.slice(-20).map((sample, place) =>
         ({ ...sample, errors: 0, refused: 0, queued: place > 4 ? 3 : 0 })); showHealth()""")
     assert "in the router's queue since" in await tab.js("byId('problems').textContent")
-    tab.problems.clear()
 
 
 @needs_browser
@@ -258,7 +248,6 @@ async def test_a_thousand_busy_workers_cost_the_browser_50_ms_a_refresh(make_fle
     moving.cancel()
     print(f"{refresh_ms:.1f} ms per refresh")
     assert refresh_ms <= 50
-    tab.problems.clear()
 
 
 @pytest.mark.slow

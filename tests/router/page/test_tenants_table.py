@@ -5,9 +5,9 @@ import pytest
 from baton.config.clients import ApiKeyConfig
 from baton.tenants.limits import Budget, Limits
 from tests.registry.conftest import redis_server, registry
-from tests.router.page.test_page import needs_browser, tab
+from tests.router.page.test_page import needs_browser
 
-__all__ = ["redis_server", "registry", "tab"]
+__all__ = ["redis_server", "registry"]
 
 KEYS = {
     "key-of-team": ApiKeyConfig(tenant="team-9"),

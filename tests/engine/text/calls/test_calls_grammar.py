@@ -38,13 +38,16 @@ def compiler(tokenizer):
 
 @pytest.fixture(scope="module")
 def allows(compiler, tokenizer):
-    """Return whether a complete text follows the grammar of calls."""
+    """Return whether a complete text follows the grammar of calls, each of which compiles once."""
+    compiled = {}
 
     def allows(family: Family, choice, text, *, tools=TOOLS, parallel=True) -> bool:
         syntax = ToolSyntax.of(family.source, tokenizer)
         assert syntax.format is family.format
         source = calls_grammar(tools, choice, parallel=parallel, syntax=syntax)
-        matcher = compiler.compile(translate("grammar", source))
+        if source not in compiled:
+            compiled[source] = compiler.compile(translate("grammar", source))
+        matcher = compiled[source].deep_copy()
         ids = tokenizer.encode(text)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
