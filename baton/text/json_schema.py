@@ -260,7 +260,8 @@ class _Closer:
         has_own = "properties" in part or "patternProperties" in part
         if not _joins(part, has_own):
             if has_own and "additionalProperties" not in part:
-                for name in _required(part):
+                is_known = isinstance(part.get("properties", {}), dict)  # else the compiler refuses
+                for name in _required(part) if is_known else ():
                     part.setdefault("properties", {}).setdefault(name, True)
                 part["additionalProperties"] = False
             return

@@ -4,7 +4,7 @@ import json
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.text.grammar import GrammarCompiler, translate, vocabulary_of
@@ -128,6 +128,8 @@ JSON = st.recursive(
 
 @settings(max_examples=examples(300))
 @given(JSON)
+@example({"required": ["a"], "properties": None})
+@example({"allOf": [{}, {"required": ["a"], "properties": [1]}]})
 def test_nonsense_is_left_to_the_one_who_compiles(schema):
     try:
         ready(schema)

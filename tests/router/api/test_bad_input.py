@@ -430,3 +430,12 @@ async def test_a_regex_that_ends_in_one_backslash_is_refused(fleet, given):
         error = check_problem(await fleet.chat(**fields), 400, param)
         assert error["code"] == "invalid_grammar"
     assert (await fleet.chat(guided_regex="a\\\\")).status_code == 200
+
+
+@pytest.mark.parametrize("properties", [None, 5, ["a"]])
+async def test_properties_that_are_no_object_are_refused(fleet, properties):
+    """With required names they were an error of the router."""
+    schema = {"type": "object", "required": ["a"], "properties": properties}
+    asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    error = check_problem(await fleet.chat(response_format=asked), 400, "response_format")
+    assert error["code"] == "invalid_grammar"
