@@ -158,9 +158,11 @@ class ServerWatch:
             asked = await self._until_due()
             polls += 1
             try:
-                await self._origin.fetch("GET", "/health", _ANSWER_S, anew=asked)
+                compares = asked or not polls % _IDENTITY_POLLS
+                anew = compares or silent > 0  # others may listen there, or nobody
+                await self._origin.fetch("GET", "/health", _ANSWER_S, anew=anew)
                 alive()
-                if asked or not polls % _IDENTITY_POLLS:
+                if compares:
                     self._compare(await self._read())
             except (StatusError, RefusedError, InternalError) as error:
                 dead(error.message)

@@ -267,15 +267,18 @@ class HttpOrigin:
         on_body: Callable[[bytes], None],
         *,
         keep: bool = False,
+        anew: bool = False,
     ) -> HttpExchange:
         """Send a request, on a connection of its own or, with ``keep``, on a kept one.
+
+        ``anew`` takes none that is kept, but keeps its own.
 
         Raises:
             OSError: The server takes no connection.
         """
         exchange = HttpExchange(on_body, self.kept if keep else None)
         exchange.unsent = self.request_bytes(method, target, body, keep=keep)
-        if keep and (transport := self.kept.take()) is not None:
+        if keep and not anew and (transport := self.kept.take()) is not None:
             exchange.reuse(transport)
         elif self.socket_path:
             await _begin_at_socket(self.socket_path, exchange)
@@ -331,11 +334,13 @@ class HttpOrigin:
 
         try:
             async with asyncio.timeout(timeout_s):
-                keep = self.keeps and method == "GET" and not anew
-                exchange = await self.begin(method, target, body, take, keep=keep)
+                keep = self.keeps and method == "GET"
+                exchange = await self.begin(method, target, body, take, keep=keep, anew=anew)
                 try:
                     complete = await exchange.done
                     if exchange.is_silent:
+                        parts.clear()
+                        size = 0
                         exchange = await self.begin(method, target, body, take)
                         complete = await exchange.done
                 finally:

@@ -277,7 +277,8 @@ class AttachedVllm(AttachedEngine, VllmEngine):
     def _error(self, body: bytes, status: int) -> BatonError:
         """Return the error of the request, or of the server: a client has no part in its paths."""
         error = super()._error(body, status)
-        if isinstance(error, InvalidRequestError) and status not in _OF_A_CLIENT:
+        of_client = status in _OF_A_CLIENT and "data_parallel_rank" not in error.message
+        if isinstance(error, InvalidRequestError) and not of_client:
             return UnavailableError(error.message)
         return error
 
@@ -320,7 +321,8 @@ class VllmServers:
                 "`adapters: {max_loaded: 0}`"
             )
         salt = os.urandom(16).hex()
-        await _check_token(origin, facts, salt, _CHECKED_TOKENS, hands_over=bool(self.hand_off))
+        last = at_rank(origin, facts.ranks - 1) if facts.ranks > 1 else origin
+        await _check_token(last, facts, salt, _CHECKED_TOKENS, hands_over=bool(self.hand_off))
         return facts
 
     async def past_step(self, origin: HttpOrigin) -> StepDone | None:

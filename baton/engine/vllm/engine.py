@@ -357,6 +357,7 @@ class VllmEngine(RemoteEngine):
         if step is not None:
             self._send(step)
         self._meter.row(request_id, choice).held = True
+        self._prefixes.computed(request)
         request.admitted = True
         request.first[choice] = (token, held)
         if answer.cached_tokens is not None:

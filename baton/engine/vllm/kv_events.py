@@ -139,10 +139,6 @@ class CachedBlocks:
         """Number of vLLM's blocks in host memory."""
         return len(self._below)
 
-    def holds(self, block_hash: bytes) -> bool:
-        """Return whether vLLM holds a block of Baton."""
-        return block_hash in self._held
-
     def cached_tokens(self, hashes: Sequence[bytes], block_tokens: int) -> int:
         """Return the cached tokens of a prompt with these block hashes, in whole vLLM blocks."""
         tokens = 0

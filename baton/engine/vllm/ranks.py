@@ -7,10 +7,13 @@ requests name their rank, which is the one with the least of:
     + those of the prompts that wait there
     + ``ROW_TOKENS`` for each response that it computes
 
+A rank with more than twice the responses of the emptiest one, and ``SPARE_ROWS``, takes none: all
+requests over one long prefix would queue there.
+
 A block is stored when the first rank stores it, and removed when the last one removes it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,6 +24,7 @@ from baton.types.events import CacheChanged
 
 ROW_TOKENS = 64
 """Prompt tokens that take about as long as the steps of a short response."""
+SPARE_ROWS = 8
 
 OnChange = Callable[[CacheChanged], None]
 
@@ -63,12 +67,19 @@ class RankedPrefixes(CachedPrefixes):
         return request.rank
 
     def _cheapest(self, request: LiveRequest) -> int:
-        loads = [0] * len(self._ranks)
+        rows = [0] * len(self._ranks)
+        waiting = [0] * len(self._ranks)
         for other in self._places.values():
-            loads[other.rank] += other.waiting_tokens + ROW_TOKENS * other.rows
+            rows[other.rank] += other.rows
+            waiting[other.rank] += other.waiting_tokens
         costs = [
-            (2 * self._uncached(request, rank) + loads[rank], one.held_blocks, rank)
+            (
+                2 * self._uncached(request, rank) + waiting[rank] + ROW_TOKENS * rows[rank],
+                one.held_blocks,
+                rank,
+            )
             for rank, one in enumerate(self._ranks)
+            if rows[rank] <= 2 * min(rows) + SPARE_ROWS
         ]
         return min(costs)[-1]
 
@@ -83,10 +94,6 @@ class RankedPrefixes(CachedPrefixes):
     def works(self) -> list[Work]:
         """Return the tasks that keep all ranks up to date."""
         return [work for rank in self._ranks for work in rank.works()]
-
-    def cached_tokens(self, hashes: Sequence[bytes]) -> int:
-        """Return the most tokens of a prompt that a rank has cached."""
-        return max(rank.cached_tokens(hashes) for rank in self._ranks)
 
     def cached_of(self, request: LiveRequest) -> int:
         """Return the cached tokens of a prompt at its rank."""

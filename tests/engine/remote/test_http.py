@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.remote import http
+from baton.engine.remote import attached, http
 from baton.engine.remote.attached import ServerFacts, ServerWatch
 from baton.engine.remote.http import HttpOrigin
 from baton.types.errors import UnavailableError
@@ -86,6 +86,7 @@ async def test_a_key_goes_over_tls_to_one_address_of_a_name(
     server.close()
 
 
+FACTS = ServerFacts(engine="", model="", root="", max_context_tokens=0, block_tokens=16, blocks=0)
 YES = HEAD.replace(b"connection: close\r\n", b"") + chunk(b"yes") + b"0\r\n\r\n"
 
 
@@ -155,6 +156,7 @@ async def response(origin: HttpOrigin) -> tuple[int, bool, bytes]:
     exchanges: list[http.HttpExchange] = []
 
     async def begun(exchange: http.HttpExchange) -> None:
+        parts.clear()
         exchanges.append(exchange)
 
     try:
@@ -179,6 +181,8 @@ async def test_requests_use_one_connection(
         await origin.fetch("POST", "/load", 10.0)  # its work must not be done twice
         await origin.fetch("GET", "/health", 10.0, anew=True)
         assert served.connections == 3
+        await origin.fetch("GET", "/version", 10.0)  # on the same one, so of the same server
+        assert served.connections == 3
     assert origin.kept.take() is None
 
 
@@ -196,7 +200,7 @@ async def test_a_server_without_tls_is_named() -> None:
 
 
 CLOSING = YES.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
-LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 4\r\n\r\nlate"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -355,6 +359,29 @@ async def test_a_repeated_request_ends_when_nothing_listens_any_more() -> None:
         assert served.requests == 1
 
 
+async def test_a_server_that_takes_no_new_connections_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Looks on a kept connection would go on for ever, while requests need new ones."""
+    monkeypatch.setattr(attached, "_POLL_S", 0.01)
+    served = Served(YES)
+    async with served.running() as origin:
+
+        async def read() -> ServerFacts:
+            await origin.fetch("GET", "/version", 1)
+            return FACTS
+
+        watch = ServerWatch(origin, read, FACTS)
+        dead: list[str] = []
+        looks = asyncio.Event()
+        watching = asyncio.create_task(watch.watch(looks.set, dead.append))
+        await looks.wait()
+        served.server.close()  # its connections stay
+        async with asyncio.timeout(10):
+            await watching
+        assert dead == [f"nothing listens at {origin.name}"]
+
+
 async def test_a_new_ca_is_trusted_without_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,10 +440,7 @@ async def test_a_server_all_of_whose_addresses_refuse_is_gone_at_the_first_look(
     async def read() -> ServerFacts:
         raise AssertionError("it takes no connection")
 
-    facts = ServerFacts(
-        engine="", model="", root="", max_context_tokens=0, block_tokens=16, blocks=0
-    )
-    watch = ServerWatch(origin, read, facts)
+    watch = ServerWatch(origin, read, FACTS)
     watch.suspect()
     async with asyncio.timeout(0.5):
         await watch.watch(lambda: None, gone.append)

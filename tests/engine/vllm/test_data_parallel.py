@@ -12,20 +12,20 @@ from baton.engine.vllm.ranks import OnChange, RankedPrefixes, at_rank
 from baton.types.events import CacheChanged
 from tests.engine.remote.test_cached_prefixes import live, prompt_of
 
-BLOCKS = 64  # of a rank
 LONG = 640
 
 
 class Ranks:
     """Ranks of a server without KV events, and what the index has."""
 
-    def __init__(self, count: int = 2) -> None:
+    def __init__(self, count: int = 2, blocks: int = 64) -> None:
+        self._blocks = blocks  # of a rank
         self.held: set[bytes] = set()
         self.prefixes = RankedPrefixes(count, self._make, self._change)
         self._names = 0
 
     def _make(self, _: int, on_change: OnChange) -> ApproximatePrefixes:
-        return ApproximatePrefixes(BLOCKS, 16, on_change)
+        return ApproximatePrefixes(self._blocks, 16, on_change)
 
     def _change(self, change: CacheChanged) -> None:
         assert not self.held & set(change.stored)
@@ -131,3 +131,13 @@ def test_a_request_that_ends_before_it_is_sent_counts_nowhere() -> None:
         ranks.prefixes.cached_of(late)
         ranks.prefixes.choose(late)
     assert not ranks.prefixes._places
+
+
+def test_a_long_prefix_that_all_ask_for_does_not_keep_the_others_idle() -> None:
+    """To compute it again costs as much as a thousand rows, and one rank cannot run so many."""
+    ranks = Ranks(4, blocks=4096)
+    request, home = ranks.send(prompt_of(0, 30_000))
+    ranks.end(request)
+    shared = Counter(ranks.send(prompt_of(0, 30_000 + 100))[1] for _ in range(120))
+    assert shared[home] == max(shared.values()) <= 60
+    assert min(shared[rank] for rank in range(4)) >= 15

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.emulated_vllm import GENERATE, Emulation
 from tests.fleet.attached.rig import MODEL, AttachedFleet, Emulated, ServerThread, neighbours
+from tests.fleet.test_up import wait_for
 
 RANKS = 4
 TURNS = 3
@@ -79,3 +80,15 @@ def test_a_burst_of_one_prefix_does_not_wait_at_one_rank(server: tuple[Emulated,
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda _: converse(url, 5000), range(16)))
     assert {body["rank"] for body in one.bodies} == set(range(RANKS))
+
+
+def test_a_rank_that_is_gone_is_no_fault_of_the_client(server: tuple[Emulated, str]) -> None:
+    """A server came back with fewer ranks, and is examined at once."""
+    one, url = server
+    one.emulation.ranks = 1
+    body = {"model": MODEL, "prompt": list(range(7000, 7000 + LENGTH)), "max_tokens": 2}
+    with ThreadPoolExecutor(4) as pool:
+        posts = [pool.submit(httpx.post, f"{url}/v1/completions", json=body) for _ in range(4)]
+    assert {post.result().status_code for post in posts} <= {200, 502, 503}
+    wait_for(lambda: httpx.post(f"{url}/v1/completions", json=body).status_code == 200, 20)
+    assert one.bodies[-1]["rank"] is None
