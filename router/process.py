@@ -31,8 +31,6 @@ from router.routing.reports.request_log import RequestLog
 from router.routing.requests.call import Call, CallObservers
 from router.routing.requests.gen_ai_metrics import GenAiMetrics
 from router.routing.requests.observer import Observer
-from router.routing.requests.quota_feed import QuotaFeed
-from router.routing.requests.usage_counter import UsageCounter
 from router.served_model import ServedModel
 from router.settings import LaneSettings
 from router.sources import LaneSources, Sources
@@ -40,7 +38,9 @@ from router.tenants.access import AccessControl
 from router.tenants.issuer_keys import follow_keys
 from router.tenants.key_exchange import KeyExchange
 from router.tenants.limits_table import SyncedLimits
+from router.tenants.quota_feed import QuotaFeed
 from router.tenants.token_check import TokenCheck
+from router.tenants.usage_counter import UsageCounter
 
 _POLL_S = 0.01
 _SAMPLE_S = 1.0

@@ -1,1 +1,1 @@
-"""Tenants at one router: keys, limits, policies."""
+"""Tenants at one router: keys, limits, policies, usage."""

@@ -1,1 +1,1 @@
-"""Life of a request: admission, attempts, resumable record, recovery, quota. No HTTP here."""
+"""Life of a request: admission, attempts, resumable record, recovery. No HTTP here."""

@@ -13,7 +13,7 @@ import pytest
 from baton.config.clients import ApiKeyConfig
 from baton.tenants.limits import Limits
 from router.frontend.operators.deletion import command
-from router.routing.requests.quota_feed import QuotaFeed
+from router.tenants.quota_feed import QuotaFeed
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script

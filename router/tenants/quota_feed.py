@@ -15,7 +15,7 @@ from baton.types.errors import (
     LimitTooSmallError,
     RateLimitError,
 )
-from router.routing.requests.call import Call
+from router.tenants.metered_call import MeteredCall
 from router.tenants.quota import EXCHANGE_NS, Never, QuotaReservation, Quotas, Wait
 
 _LOG = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class QuotaFeed:
             )
         return outcome
 
-    async def begun(self, call: Call) -> None:
+    async def begun(self, call: MeteredCall) -> None:
         """Reserve the tokens of all prompts of a call, each once, and of all answers."""
         if not self.quotas.has_limits(call.tenant):
             return
@@ -142,7 +142,7 @@ class QuotaFeed:
             max(answer_tokens),
         )
 
-    def ended(self, call: Call) -> None:
+    def ended(self, call: MeteredCall) -> None:
         """Correct the reservation by the usage; a prompt that no worker received is free."""
         if call.reservation is not None:
             self.quotas.settle(

@@ -7,7 +7,7 @@ from batonpb.decode_pb2 import RequestTimes
 
 from baton.tenants.usage.ledger import HOUR_S, Counters, Ledger, RowName
 from router.request import GenerationRequest
-from router.routing.requests.call import Call
+from router.tenants.metered_call import MeteredCall
 
 
 class UsageCounter:
@@ -16,7 +16,7 @@ class UsageCounter:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 
-    def ended(self, call: Call) -> None:
+    def ended(self, call: MeteredCall) -> None:
         """Count a call by what the answer's ``usage`` contains, or its error.
 
         A client that has left pays for what workers had received and generated until then.
@@ -45,7 +45,7 @@ class UsageCounter:
 
         return charge
 
-    def _row_of(self, call: Call) -> Counters:
+    def _row_of(self, call: MeteredCall) -> Counters:
         if call.requests:
             return self._row(call.requests[0], call.model)
         return self.ledger.row(RowName(_hour(), call.tenant, call.key_id, ""))
