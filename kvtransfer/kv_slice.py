@@ -77,9 +77,10 @@ class KvSlice(NamedTuple):
 
     def to_published(self, num_kv_heads: int) -> pb.Published:
         """Return the message with which prefill announces it; it omits heads if it has all."""
-        all_heads = self.head_count >= num_kv_heads
-        named = self._replace(head_begin=0, head_count=0) if all_heads else self
-        return pb.Published(**named._asdict())
+        message = pb.Published(**self._asdict())
+        if self.head_count >= num_kv_heads:
+            message.head_begin = message.head_count = 0
+        return message
 
     @classmethod
     def from_published(cls, message: pb.Published, num_kv_heads: int) -> "KvSlice":
