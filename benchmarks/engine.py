@@ -30,9 +30,7 @@ from rich.table import Table
 from baton.engine.llm import DEFAULT_MODEL
 from baton.engine.loading.open import load_weights
 from baton.engine.numerics import Numerics
-from baton.engine.selfcheck.dense import DenseLlama
-from baton.engine.selfcheck.engine_under_test import EngineUnderTest
-from baton.engine.selfcheck.quick import ReadBound
+from baton.engine.selfcheck import DenseLlama, EngineUnderTest, ReadBound
 from baton.model.artifact import ModelArtifact, resolve_model
 
 ENGINES: dict[str, tuple[Numerics, str, str]] = {

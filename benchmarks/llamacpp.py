@@ -28,7 +28,7 @@ from rich.table import Table
 
 from baton.engine.llm import DEFAULT_MODEL
 from baton.engine.numerics import Numerics
-from baton.engine.selfcheck.engine_under_test import EngineUnderTest
+from baton.engine.selfcheck import EngineUnderTest
 from baton.folders import cache_root
 from baton.model.artifact import resolve_model
 

@@ -29,7 +29,7 @@ _NEVER_NS = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class CreditGrant:
-    """Permission to request the first ``frames`` frames of a demand."""
+    """Permission to request the first ``frames`` frames of a demand; 0 if the hand-off is over."""
 
     demand: int
     frames: int

@@ -3,18 +3,9 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from baton.types.events import StepDone
-from decode_worker.credit import MOST_HELD_NS, ReceiveCredit
-
-
-@dataclass(slots=True)
-class Room:
-    """Credit for ``frames`` frames, 0 if the hand-off is over. ``give_back`` ends it."""
-
-    demand: int
-    frames: int
+from decode_worker.credit import MOST_HELD_NS, CreditGrant, ReceiveCredit
 
 
 class ReceivePacer:
@@ -35,8 +26,8 @@ class ReceivePacer:
 
     async def take(
         self, owner: str, peer: str, frame_bytes: Sequence[int], waited_s: float = 0.0
-    ) -> Room:
-        """Wait for credit for at least the first frame of a hand-off.
+    ) -> CreditGrant:
+        """Wait for credit for at least the first frame of a hand-off; none if it is over.
 
         ``waited_s`` is the time that the hand-off has waited for credit before.
         """
@@ -46,14 +37,18 @@ class ReceivePacer:
         self._waiting[demand] = answer
         self._give_out()
         try:
-            return Room(demand, await answer)
+            return CreditGrant(demand, await answer)
         except asyncio.CancelledError:
-            self._end(demand, 0)
+            self.give_back(CreditGrant(demand, 0), 0)
             raise
 
-    def give_back(self, room: Room, received_bytes: int) -> None:
+    def give_back(self, grant: CreditGrant, received_bytes: int) -> None:
         """Return credit of which nothing is in flight any more."""
-        self._end(room.demand, received_bytes)
+        self._waiting.pop(grant.demand, None)
+        now_ns = time.monotonic_ns()
+        cpu_ns = time.process_time_ns()
+        self._credit.give_back(grant.demand, received_bytes, now_ns, cpu_ns)
+        self._give_out()
 
     def drop(self, owner: str) -> None:
         """End all demands of a hand-off that is over; those that wait get no frames."""
@@ -64,13 +59,6 @@ class ReceivePacer:
     def waits(self, owner: str) -> bool:
         """Return whether a hand-off waits for credit."""
         return self._credit.waits(owner)
-
-    def _end(self, demand: int, received_bytes: int) -> None:
-        self._waiting.pop(demand, None)
-        now_ns = time.monotonic_ns()
-        cpu_ns = time.process_time_ns()
-        self._credit.give_back(demand, received_bytes, now_ns, cpu_ns)
-        self._give_out()
 
     def _give_out(self) -> None:
         now_ns = time.monotonic_ns()

@@ -8,7 +8,7 @@ from batonpb import decode_pb2 as pb
 
 from baton.engine.core.sequence import Kind
 from baton.engine.process import messages
-from baton.telemetry.prefix_tokens import count_cached
+from baton.telemetry.metrics import count_cached
 from baton.telemetry.tracing import extract, inject, tracestate_of
 from baton.types import events as ev
 from baton.types.errors import BatonError, DeadlineError, UnavailableError, from_code

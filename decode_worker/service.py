@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -33,8 +34,7 @@ from baton.wire.tokens import pack_tokens
 from baton.wire.worker_status import engine_status
 from decode_worker.parts import WorkerParts
 from decode_worker.request import DecodeRequest
-from decode_worker.session import LoadReport, RouterSession, StepCounter
-from decode_worker.tombstones import Tombstones
+from decode_worker.session import LoadReport, RouterSession
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,6 +51,10 @@ _MEASURED: tuple[Any, ...] = (  # fields of a report that each probe changes
     "decode_row_s",
     "decode_context_s",
 )
+KEEP_NS = 60_000_000_000
+MAX_TOMBSTONES = 4096
+
+Key = tuple[str, int]  # request, attempt
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -67,7 +71,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._sessions: dict[str, RouterSession] = {}
         self._requests: dict[str, DecodeRequest] = {}
         self._tombstones = Tombstones()
-        self._step = StepCounter()
+        self._step = 0  # of the engine
         self._tasks = BackgroundTasks("decode service", parts.count_task_failure)
         self.event_sequence = 0
         self._highest_ticket = 0
@@ -95,7 +99,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         session.status(self.status(with_capabilities=True))
         listening = self._listen(request_iterator, session, stream)
         async with self._tasks.beside(listening, "listen"):
-            async for frame in session.frames(stream, self._step):
+            async for frame in session.frames(stream, lambda: self._step):
                 yield frame
 
     async def Submit(self, request: pb.Submission, context: Any) -> pb.SubmitAck:  # noqa: N802
@@ -254,7 +258,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             request.stop(UnavailableError("the router's lease lapsed"))
 
     def _after_step(self, step: StepDone) -> None:
-        self._step.value = step.step
+        self._step = step.step
 
     def _report(self) -> LoadReport:
         status = self.status()
@@ -318,3 +322,37 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         for request in self._requests.values():
             if not request.ended:
                 request.stop(error)
+
+
+class Tombstones:
+    """Submissions that must not run if they still arrive: the last ``MAX_TOMBSTONES``.
+
+    A long prompt travels in a call of its own. A Cancel, or a Resume that was answered with "not
+    held", can overtake it. Its router has already given it up, and would never end it.
+    """
+
+    def __init__(self) -> None:
+        self._graves: OrderedDict[Key, tuple[int, BatonError]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._graves)
+
+    def add(self, key: Key, error: BatonError, now_ns: int) -> None:
+        """Refuse this submission with ``error``, if it arrives."""
+        self._graves[key] = now_ns, error
+        self._graves.move_to_end(key)
+        if len(self._graves) > MAX_TOMBSTONES:
+            self._graves.popitem(last=False)
+
+    def find(self, key: Key) -> BatonError | None:
+        """Return why a submission must not run; None if it may."""
+        grave = self._graves.get(key)
+        return grave[1] if grave else None
+
+    def tick(self, now_ns: int) -> None:
+        """Remove tombstones that have expired."""
+        while self._graves:
+            key, (buried_ns, _) = next(iter(self._graves.items()))
+            if now_ns - buried_ns < KEEP_NS:
+                return
+            del self._graves[key]

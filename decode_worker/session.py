@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -92,8 +92,8 @@ class RouterSession:
         """Renew the leases of the router's requests."""
         self.renewed_ns = ALIVE.now_ns()
 
-    async def frames(self, stream: int, step: "StepCounter") -> AsyncIterator[pb.WorkerFrame]:
-        """Yield frames for a stream until it ends or a newer one begins."""
+    async def frames(self, stream: int, step: Callable[[], int]) -> AsyncIterator[pb.WorkerFrame]:
+        """Yield frames for a stream until it ends or a newer one begins; ``step``: the engine's."""
         while True:
             await self._dirty.wait()
             if self._stream != stream:
@@ -108,7 +108,7 @@ class RouterSession:
             else:
                 frame = self._frame
                 self._begin_frame()
-            frame.step = step.value
+            frame.step = step()
             frame.heard = self._acknowledged = self._read
             self._unread_bytes = 0
             self._taken_ns = time.monotonic_ns()
@@ -228,9 +228,3 @@ class RouterSession:
             self._begin_frame()
         self._frame_bytes += size_bytes
         self._dirty.set()
-
-
-class StepCounter:
-    """The engine's step number, shared by all sessions."""
-
-    value = 0

@@ -91,7 +91,7 @@ class PoolView:
             encode_int8(plain, self.geometry.head_dim, into)
             return digests(into, kv_slice, wire_geometry(self.geometry), bound)
         if self.native is not None:
-            pages = table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
+            pages = kv_slice.pages(table)
             return self.native.gather(pages, kv_slice, _seed(kv_slice, bound), into)
         into[:] = self.read(table, kv_slice)
         return digests(into, kv_slice, self.geometry, bound)
@@ -112,7 +112,7 @@ class PoolView:
             self.write(table, kv_slice, decode_int8(payload, self.geometry.head_dim))
             return True
         if self.native is not None:
-            pages = table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
+            pages = kv_slice.pages(table)
             return self.native.scatter(pages, kv_slice, _seed(kv_slice, bound), payload, expected)
         if digests(payload, kv_slice, self.geometry, bound) != expected:
             return False
@@ -121,7 +121,7 @@ class PoolView:
 
     def read(self, table: Sequence[int], kv_slice: KvSlice) -> bytes:
         """Return ``kv_slice`` in wire order; ``table`` maps the prompt's blocks to pages."""
-        pages = table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
+        pages = kv_slice.pages(table)
         region = self._region(pages, kv_slice)  # [layer, kv, block, token, head, dim]
         wire = region.transpose(2, 4, 0, 1, 3, 5)
         full, tail = divmod(kv_slice.valid_tokens, self.geometry.block_tokens)
@@ -132,7 +132,7 @@ class PoolView:
 
     def write(self, table: Sequence[int], kv_slice: KvSlice, payload: memoryview | bytes) -> None:
         """Scatter verified wire bytes into the pages of ``table``."""
-        pages = table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
+        pages = kv_slice.pages(table)
         tokens = self.geometry.block_tokens
         dim = self._data.shape[-1]
         data = np.frombuffer(payload, dtype=self._data.dtype)

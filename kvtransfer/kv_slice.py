@@ -6,7 +6,7 @@ head numbers and positions in the prompt, never by order of arrival.
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from batonpb import prefill_pb2 as pb
 
@@ -18,8 +18,7 @@ HEADER_ROOM_BYTES = 64 << 10
 _PACKED = struct.Struct("<8I")
 
 
-@dataclass(frozen=True, slots=True)
-class KvSlice:
+class KvSlice(NamedTuple):
     """A rectangle of KV; ``valid_tokens`` counts from the first token of ``block_begin``."""
 
     layer_begin: int
@@ -33,16 +32,7 @@ class KvSlice:
 
     def packed(self) -> bytes:
         """Return canonical bytes, for digests."""
-        return _PACKED.pack(
-            self.kv_group,
-            self.layer_begin,
-            self.layer_count,
-            self.head_begin,
-            self.head_count,
-            self.block_begin,
-            self.block_count,
-            self.valid_tokens,
-        )
+        return _PACKED.pack(self.kv_group, *self[:-1])
 
     def payload_bytes(self, geometry: KvGeometry) -> int:
         """Return the bytes on the wire: only valid tokens travel."""
@@ -63,21 +53,16 @@ class KvSlice:
             and (self.block_count - 1) * tokens < self.valid_tokens <= self.block_count * tokens
         )
 
+    def pages(self, table: Sequence[int]) -> Sequence[int]:
+        """Return the pages of its blocks; ``table`` has those of all blocks of the prompt."""
+        return table[self.block_begin : self.block_begin + self.block_count]
+
     def to_wire(self) -> pb.KvSlice:
         """Return the protobuf message."""
-        return pb.KvSlice(
-            kv_group=self.kv_group,
-            layer_begin=self.layer_begin,
-            layer_count=self.layer_count,
-            head_begin=self.head_begin,
-            head_count=self.head_count,
-            block_begin=self.block_begin,
-            block_count=self.block_count,
-            valid_tokens=self.valid_tokens,
-        )
+        return pb.KvSlice(**self._asdict())
 
     @classmethod
-    def from_wire(cls, message: pb.KvSlice) -> "KvSlice":
+    def from_wire(cls, message: pb.KvSlice | pb.Published) -> "KvSlice":
         """Read a protobuf message (unchecked: see ``fits``)."""
         return cls(
             message.layer_begin,
@@ -92,31 +77,16 @@ class KvSlice:
 
     def to_published(self, num_kv_heads: int) -> pb.Published:
         """Return the message with which prefill announces it; it omits heads if it has all."""
-        named = self.head_count < num_kv_heads
-        return pb.Published(
-            kv_group=self.kv_group,
-            layer_begin=self.layer_begin,
-            layer_count=self.layer_count,
-            block_begin=self.block_begin,
-            block_count=self.block_count,
-            valid_tokens=self.valid_tokens,
-            head_begin=self.head_begin if named else 0,
-            head_count=self.head_count if named else 0,
-        )
+        message = pb.Published(**self._asdict())
+        if self.head_count >= num_kv_heads:
+            message.head_begin = message.head_count = 0
+        return message
 
     @classmethod
     def from_published(cls, message: pb.Published, num_kv_heads: int) -> "KvSlice":
         """Read an announcement for a model with so many heads (unchecked: see ``fits``)."""
-        return cls(
-            layer_begin=message.layer_begin,
-            layer_count=message.layer_count,
-            head_begin=message.head_begin,
-            head_count=message.head_count or num_kv_heads,
-            block_begin=message.block_begin,
-            block_count=message.block_count,
-            valid_tokens=message.valid_tokens,
-            kv_group=message.kv_group,
-        )
+        kv_slice = cls.from_wire(message)
+        return kv_slice if kv_slice.head_count else kv_slice._replace(head_count=num_kv_heads)
 
 
 def cut(
@@ -138,8 +108,7 @@ def cut(
         -kv_slice.block_count // pieces
     )  # equal pieces: a small frame costs like a large one
     for layer in range(0, kv_slice.layer_count, layers):
-        band = replace(
-            kv_slice,
+        band = kv_slice._replace(
             layer_begin=kv_slice.layer_begin + layer,
             layer_count=min(layers, kv_slice.layer_count - layer),
         )
@@ -148,8 +117,7 @@ def cut(
             valid = min(
                 kv_slice.valid_tokens - block * geometry.block_tokens, count * geometry.block_tokens
             )
-            yield replace(
-                band,
+            yield band._replace(
                 block_begin=kv_slice.block_begin + block,
                 block_count=count,
                 valid_tokens=valid,
@@ -163,4 +131,4 @@ def by_part(kv_slice: KvSlice, parts: Sequence[range]) -> Iterator[KvSlice]:
         begin = max(part.start, kv_slice.head_begin)
         stop = min(part.stop, end)
         if begin < stop:
-            yield replace(kv_slice, head_begin=begin, head_count=stop - begin)
+            yield kv_slice._replace(head_begin=begin, head_count=stop - begin)

@@ -60,7 +60,7 @@ class LentFrame:
         check_binding(header, kv_slice, bound)
         if max(pages) >= self.source.geometry.num_blocks:
             raise ChunkError(f"page {max(pages)} is outside the pool", "torn")
-        ours = blocks[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
+        ours = kv_slice.pages(blocks)
         if not self._copy(pool, pages, ours, kv_slice, bound):
             raise ChunkError(f"digest mismatch at {kv_slice}", "digest")
 

@@ -34,6 +34,12 @@ before the frame was taken replaces the first."""
 
 T = TypeVar("T")
 
+_GONE = common_pb2.Error(
+    code="gone",
+    message="this worker does not hold the requested blocks (any more)",
+    retryable=True,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class HeldKv:
@@ -88,7 +94,7 @@ class PoolSource:
         for message in request.kv_slices:
             kv_slice = KvSlice.from_wire(message)
             if refusal:
-                yield await _write(self._refused(request, kv_slice, refusal), b"", room)
+                yield await self._write_error(request, kv_slice, _refused(refusal), room)
             else:
                 yield await self._frame(request, kv_slice, room)
 
@@ -100,12 +106,12 @@ class PoolSource:
         """Lend pages of the requested slices, as far as they may be read."""
         asked = [KvSlice.from_wire(message) for message in request.kv_slices]
         if refusal := self._refusal(request):
-            refused = [self._refused(request, kv_slice, refusal) for kv_slice in asked]
-            return PageLoan(refused, lambda: None)
+            error = _refused(refusal)
+            return PageLoan([self._header(request, s, error) for s in asked], lambda: None)
         held = self._held(request)
         readable = [s for s in asked if held is not None and held.machine.may_read(s)]
         if held is None or not readable:
-            return PageLoan([self._gone(request, kv_slice) for kv_slice in asked], lambda: None)
+            return PageLoan([self._header(request, s, _GONE) for s in asked], lambda: None)
         bound = self._bound(request)
         blocks = held.machine.blocks
         digests = await _while_open(held, lambda: self._digests(blocks, readable, bound))
@@ -113,7 +119,7 @@ class PoolSource:
         chunks = [
             self._lent(request, kv_slice, blocks, lent[kv_slice])
             if kv_slice in lent
-            else self._gone(request, kv_slice)
+            else self._header(request, kv_slice, _GONE)
             for kv_slice in asked
         ]
         held.machine.lend(len(lent))
@@ -122,26 +128,27 @@ class PoolSource:
     async def _frame(self, request: pb.PullRequest, kv_slice: KvSlice, room: Room) -> int:
         held = self._held(request)
         if held is None or not held.machine.may_read(kv_slice):
-            return await _write(self._gone(request, kv_slice), b"", room)
+            return await self._write_error(request, kv_slice, _GONE, room)
         header = self._header(request, kv_slice)
         encoding = request.encoding if request.encoding in self._encodings else common_pb2.PLAIN
         header.encoding = encoding
         room_bytes = chunk.make_room(header, kv_slice, self._pool.geometry)
         size_bytes = room_bytes + header.payload_bytes
         if size_bytes > MOST_FRAME_BYTES:
-            refused = self._too_large(request, kv_slice, size_bytes)
-            return await _write(refused, b"", room)
+            why = f"frame of {size_bytes} bytes requested, limit {MOST_FRAME_BYTES}: request less"
+            too_large = common_pb2.Error(code="invalid_request", message=why)
+            return await self._write_error(request, kv_slice, too_large, room)
         frame = await room(size_bytes)
         payload = frame[room_bytes:]
         bound = self._bound(request)
         if not held.machine.may_read(kv_slice):  # waiting for the room may have taken long
-            return await _write(self._gone(request, kv_slice), b"", room)
+            return await self._write_error(request, kv_slice, _GONE, room)
         blocks = held.machine.blocks
         digests = await _while_open(
             held, lambda: self._copy(blocks, kv_slice, bound, payload, encoding)
         )
         if digests is None:  # revoked while reading: the bytes may be another request's
-            return await _write(self._gone(request, kv_slice), b"", room)
+            return await self._write_error(request, kv_slice, _GONE, room)
         header.digests = digests
         self._note_sent(len(payload))
         chunk.put_header(header, frame, room_bytes)
@@ -171,58 +178,41 @@ class PoolSource:
         self, blocks: Sequence[int], kv_slices: Sequence[KvSlice], bound: bytes
     ) -> list[bytes]:
         """Return one digest for each slice; runs in a thread."""
-        return [
-            page_digest(self._pool.holding(s)[0], _pages(blocks, s), s, bound) for s in kv_slices
-        ]
+        return [page_digest(self._pool.holding(s)[0], s.pages(blocks), s, bound) for s in kv_slices]
 
     def _lent(
         self, request: pb.PullRequest, kv_slice: KvSlice, blocks: Sequence[int], digest: bytes
     ) -> pb.ChunkHeader:
         header = self._header(request, kv_slice)
-        header.pages.extend(_pages(blocks, kv_slice))
+        header.pages.extend(kv_slice.pages(blocks))
         header.digests = digest
         self._note_sent(kv_slice.payload_bytes(self._pool.geometry))
         return header
 
-    def _gone(self, request: pb.PullRequest, kv_slice: KvSlice) -> pb.ChunkHeader:
-        header = self._header(request, kv_slice)
-        why = "this worker does not hold the requested blocks (any more)"
-        header.error.CopyFrom(common_pb2.Error(code="gone", message=why, retryable=True))
-        return header
+    async def _write_error(
+        self, request: pb.PullRequest, kv_slice: KvSlice, error: common_pb2.Error, room: Room
+    ) -> int:
+        """Write a frame with an error into ``room``, and return its size."""
+        frame = chunk.encode(self._header(request, kv_slice, error), b"")
+        (await room(len(frame)))[:] = frame
+        return len(frame)
 
-    def _refused(self, request: pb.PullRequest, kv_slice: KvSlice, refusal: str) -> pb.ChunkHeader:
-        header = self._header(request, kv_slice)
-        error = PullRefusedError(f"the capability to pull KV of this request is {refusal}")
-        header.error.CopyFrom(error_to_wire(error))
-        return header
-
-    def _too_large(
-        self, request: pb.PullRequest, kv_slice: KvSlice, size_bytes: int
+    def _header(
+        self, request: pb.PullRequest, kv_slice: KvSlice, error: common_pb2.Error | None = None
     ) -> pb.ChunkHeader:
-        header = self._header(request, kv_slice)
-        why = f"frame of {size_bytes} bytes requested, limit {MOST_FRAME_BYTES}: request less"
-        header.error.CopyFrom(common_pb2.Error(code="invalid_request", message=why))
-        return header
-
-    def _header(self, request: pb.PullRequest, kv_slice: KvSlice) -> pb.ChunkHeader:
         return pb.ChunkHeader(
             request_id=request.request_id,
             attempt=request.attempt,
             generation=request.generation,
             source_incarnation=self._incarnation,
             kv_slice=kv_slice.to_wire(),
+            error=error,
         )
 
 
-def _pages(blocks: Sequence[int], kv_slice: KvSlice) -> Sequence[int]:
-    return blocks[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
-
-
-async def _write(header: pb.ChunkHeader, payload: bytes, room: Room) -> int:
-    """Copy a frame that was made elsewhere into ``room``, and return its size."""
-    frame = chunk.encode(header, payload)
-    (await room(len(frame)))[:] = frame
-    return len(frame)
+def _refused(refusal: str) -> common_pb2.Error:
+    text = f"the capability to pull KV of this request is {refusal}"
+    return error_to_wire(PullRefusedError(text))
 
 
 async def _while_open(held: HeldKv, read: Callable[[], T]) -> T | None:

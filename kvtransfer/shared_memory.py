@@ -1,26 +1,30 @@
-"""Shared memory on one host, the pulling side: KV is copied from the sender's pages into ours.
+"""Shared memory on one host: KV is copied from the sender's pages into the puller's.
 
 The sender's pool is a memory file. Its descriptor comes over a Unix socket (SCM_RIGHTS;
 ``/proc/PID/fd`` would need the right to trace the sender, and one view of process ids), from a
 sender of our user, after a mutual hello. We map it for reading. The socket stays open: the sender
 lends pages over it, pull by pull. The kernel closes it when either process dies, so loans and
-mappings end with the process that they depend on.
+mappings end with the process that they depend on. The source handles readers that neither end a
+loan nor die (``kvtransfer/sender.py``).
+
+The descriptor goes to a reader of our user with the fleet's token, and a router's capability for
+its first pull. It covers the whole pool, so a capability for one prompt opens all.
 """
 
 import asyncio
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
 from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.compatibility import geometry_of
@@ -29,15 +33,27 @@ from baton.wire.grpc_channels import Channels
 from kvtransfer import hello
 from kvtransfer.chunk import PoolView
 from kvtransfer.lent_pages import LentFrame
-from kvtransfer.transport import Frame, FrameStream, Peer, TransportError, TransportGoneError
+from kvtransfer.pool_source import PageLoan, PoolSource
+from kvtransfer.transport import (
+    LENGTH,
+    Frame,
+    FrameStream,
+    Peer,
+    ServingSide,
+    TransportError,
+    TransportGoneError,
+    check_message_length,
+    framed,
+)
+
+_LOG = logging.getLogger(__name__)
 
 NAME = "shared_memory"
 ATTACH_S = 1.0
 FRAME_BYTES = 4 << 20  # usable by gRPC too, if it has to finish such a pull
-MESSAGE_BYTES = 4 << 20
 MOST_LOANS = 256  # for one reader at a time
 GRANTED = b"\1"  # a descriptor needs a byte to travel with
-_LENGTH = struct.Struct("<I")
+_BACKLOG = 128
 
 
 def this_place() -> str:
@@ -52,12 +68,6 @@ def this_place() -> str:
     return ""
 
 
-def framed(message: Message) -> bytes:
-    """Return a message with its length before it."""
-    body = message.SerializeToString()
-    return _LENGTH.pack(len(body)) + body
-
-
 async def read_message(reader: asyncio.StreamReader) -> bytes:
     """Return the next message's bytes.
 
@@ -65,9 +75,8 @@ async def read_message(reader: asyncio.StreamReader) -> bytes:
         IncompleteReadError: The connection ended.
         DecodeError: The message is longer than any valid one.
     """
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    if length > MESSAGE_BYTES:
-        raise DecodeError(f"message of {length} bytes, limit {MESSAGE_BYTES}")
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    check_message_length(length)
     return await reader.readexactly(length)
 
 
@@ -277,3 +286,120 @@ class _LentFrames:
         self._line = None
         if line is not None and self._serial:
             line.let_go(self._serial)
+
+
+class SharedMemoryServer:
+    """Serves one worker's pool on a Unix socket without a file."""
+
+    def __init__(self, side: ServingSide) -> None:
+        self._side = side
+        self._address = f"baton-kv/{side.incarnation.hex()}"
+        self._place = this_place() if side.pool_fd >= 0 else ""  # one pool, with all heads
+        self._tasks = BackgroundTasks("shared memory")
+        self._listener: socket.socket | None = None
+
+    @property
+    def offer(self) -> common_pb2.TransportOffer | None:
+        """Address of the socket; None without a single pool or such sockets."""
+        if not self._place:
+            return None
+        return common_pb2.TransportOffer(name=NAME, place=self._place, address=self._address)
+
+    async def start(self, source: PoolSource) -> None:
+        """Start listening. If that fails, readers cannot connect and pull by gRPC."""
+        if not self._place:
+            return
+        self._listener = listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind("\0" + self._address)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            _LOG.warning("cannot offer shared memory, readers on this host use gRPC: %s", error)
+            return
+
+        async def serve(link: socket.socket) -> None:
+            reader, writer = await asyncio.open_connection(sock=link)
+            await _Lender(self._side, source, reader, writer).run()
+
+        gate = hello.HelloGate(listener, self._hello, serve, ATTACH_S, self._tasks)
+        self._tasks.keep(gate.run, "accept")
+
+    async def close(self) -> None:
+        """Stop listening, and end all loans."""
+        await self._tasks.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    async def _hello(self, link: socket.socket) -> None:
+        link.setblocking(False)
+        hello.check_same_user(link)
+        await hello.prove_to_reader(link, NAME, self._side.incarnation, self._side.token)
+
+
+class _Lender:
+    def __init__(
+        self,
+        side: ServingSide,
+        source: PoolSource,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._side = side
+        self._source = source
+        self._reader = reader
+        self._writer = writer
+        self._loans: dict[int, PageLoan | None] = {}  # None: the source has not answered yet
+        self._tasks = BackgroundTasks("lender")
+
+    async def run(self) -> None:
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, OSError, DecodeError, ValueError):
+                async with asyncio.timeout(ATTACH_S):
+                    first = pb.PoolRequest.FromString(await read_message(self._reader))
+                if not self._source.may_attach(first.attach.pull):
+                    return
+                self._grant()
+                while True:
+                    request = pb.PoolRequest.FromString(await read_message(self._reader))
+                    await self._writer.drain()  # a reader that does not read may not send more
+                    self._take(request)
+        finally:
+            loans = self._loans
+            self._loans = {}
+            for loan in loans.values():
+                if loan is not None:
+                    loan.end()
+            self._writer.close()
+            await self._tasks.close()
+
+    def _grant(self) -> None:
+        with self._writer.get_extra_info("socket").dup() as link:
+            socket.send_fds(link, [GRANTED], [self._side.pool_fd])
+
+    def _take(self, request: pb.PoolRequest) -> None:
+        match request.WhichOneof("request"):
+            case "pull":
+                if request.serial in self._loans:
+                    raise ValueError(f"loan {request.serial} exists already")
+                if max(len(self._loans), len(self._tasks)) >= MOST_LOANS:
+                    self._answer(request.serial, ())  # no pages: the reader falls back
+                    return
+                self._loans[request.serial] = None
+                self._tasks.vital(self._lend(request), "lend", lambda _: self._writer.close())
+            case "let_go":
+                loan = self._loans.pop(request.serial, None)
+                if loan is not None:
+                    loan.end()
+            case other:
+                raise ValueError(f"unknown request {other!r}")
+
+    async def _lend(self, request: pb.PoolRequest) -> None:
+        loan = await self._source.lend(request.pull)
+        if request.serial not in self._loans:  # ended, or the connection closed, meanwhile
+            loan.end()
+            return
+        self._loans[request.serial] = loan
+        self._answer(request.serial, loan.chunks)
+
+    def _answer(self, serial: int, chunks: Sequence[pb.ChunkHeader]) -> None:
+        self._writer.write(framed(pb.PoolLoan(serial=serial, chunks=chunks)))

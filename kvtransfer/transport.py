@@ -6,6 +6,7 @@ requested slice. To add a transport, see ``kvtransfer/transports.py``.
 """
 
 import socket
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,12 +15,18 @@ import grpc.aio
 from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
+from google.protobuf.message import DecodeError, Message
 
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
 from kvtransfer.chunk import PoolView
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.pool_source import PoolSource
+
+LENGTH = struct.Struct("<I")
+"""Length before each message of a transport with sockets of its own."""
+
+MOST_MESSAGE_BYTES = 4 << 20
 
 
 class TransportError(Exception):
@@ -138,3 +145,15 @@ class TransportKind:
     connect: Callable[[Channels, FleetToken], Transport]
     serve: Callable[[ServingSide], TransportServer]
     by_default: bool = True
+
+
+def framed(message: Message) -> bytes:
+    """Return a message with its length before it."""
+    body = message.SerializeToString()
+    return LENGTH.pack(len(body)) + body
+
+
+def check_message_length(length: int) -> None:
+    """Raise DecodeError for a message that is longer than any valid one."""
+    if length > MOST_MESSAGE_BYTES:
+        raise DecodeError(f"message of {length} bytes, limit {MOST_MESSAGE_BYTES}")

@@ -4,12 +4,9 @@ from collections.abc import Collection
 
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
-from kvtransfer import grpc_transport, shared_memory, shared_memory_server
+from kvtransfer import grpc_transport, shared_memory, tcp
 from kvtransfer.edge import FALLBACK
 from kvtransfer.pair import pulling, sending
-from kvtransfer.tcp import frames as tcp
-from kvtransfer.tcp.pulling import TcpTransport
-from kvtransfer.tcp.sending import TcpServer
 from kvtransfer.transport import ServingSide, Transport, TransportKind, TransportServer
 
 CARRY_INT8 = (tcp.NAME, FALLBACK)
@@ -17,9 +14,9 @@ CARRY_INT8 = (tcp.NAME, FALLBACK)
 
 TRANSPORTS: dict[str, TransportKind] = {
     shared_memory.NAME: TransportKind(
-        shared_memory.SharedMemoryTransport, shared_memory_server.SharedMemoryServer
+        shared_memory.SharedMemoryTransport, shared_memory.SharedMemoryServer
     ),
-    tcp.NAME: TransportKind(TcpTransport, TcpServer),
+    tcp.NAME: TransportKind(tcp.TcpTransport, tcp.TcpServer),
     sending.NAME: TransportKind(pulling.PairTransport, sending.PairServer, by_default=False),
     FALLBACK: TransportKind(grpc_transport.GrpcTransport, grpc_transport.GrpcServer),
 }

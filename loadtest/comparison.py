@@ -1,10 +1,21 @@
 """Comparison of A and B: two runs, or one run of each per seed."""
 
+import math
 from collections.abc import Callable, Sequence
+from statistics import fmean, stdev
+from typing import NamedTuple
 
-from loadtest.metrics.confidence import Interval, interval
 from loadtest.metrics.summary import Summary
 from loadtest.results.files import Results
+
+
+class Interval(NamedTuple):
+    """Mean with its 95 % confidence interval, which is infinitely wide for one value."""
+
+    mean: float
+    half_width: float
+    runs: int
+
 
 Row = tuple[str, float | None, float | None, Interval | None]
 """(name, A's mean, B's mean, B ÷ A)"""
@@ -17,6 +28,13 @@ _RATES: dict[str, Callable[[Summary], float]] = {
     "failed": lambda s: float(sum(n for end, n in s.ends.items() if end not in ("ok", "aborted"))),
     "cached prompt tokens": lambda s: float(s.cached_tokens),
 }
+# Two-sided 95 % quantiles of Student's t by degrees of freedom; three seeds have two.
+_T95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+_T95_LARGE = 1.960
 
 
 def compare(a: Sequence[Results], b: Sequence[Results]) -> list[Row]:
@@ -82,3 +100,12 @@ def _row(what: str, a: Sequence[float | None], b: Sequence[float | None]) -> Row
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Return the mean of independent measurements, one per seed, with Student's interval."""
+    count = len(values)
+    if count == 1:
+        return Interval(values[0], math.inf, 1)
+    t = _T95[count - 2] if count - 2 < len(_T95) else _T95_LARGE
+    return Interval(fmean(values), t * stdev(values) / math.sqrt(count), count)

@@ -22,8 +22,7 @@ from baton.engine.core.sequence import Kind
 from baton.engine.process import messages
 from baton.engine.process.handle import EngineHandle
 from baton.telemetry.alive_clock import ALIVE
-from baton.telemetry.metrics import Metrics
-from baton.telemetry.prefix_tokens import count_cached
+from baton.telemetry.metrics import Metrics, count_cached
 from baton.telemetry.tasks import BackgroundTasks
 from baton.telemetry.tracing import Tracing, extract
 from baton.types import events as ev

@@ -26,9 +26,9 @@ from starlette.types import ASGIApp
 from baton.config.clients import ApiKeyConfig
 from baton.config.load import ConfigError, load_config
 from baton.registry.redis_store import Registry
-from baton.telemetry.log_export import LogExport
 from baton.telemetry.logs import set_up_logs
 from baton.telemetry.metrics import Metrics
+from baton.telemetry.otlp import LogExport
 from baton.telemetry.process_memory import (
     ROUTER_OBJECTS,
     allow_connections,

@@ -12,7 +12,6 @@ from pydantic import (
     model_validator,
 )
 
-from baton.config.batch import BatchConfig
 from baton.config.identity import OidcConfig
 from baton.config.network import (
     HttpsConfig,
@@ -32,6 +31,7 @@ ImageHost = Annotated[
 ]
 Objective = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,253}$")]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+_MIB = 1024 * 1024
 
 
 def _file_or_redis(name: str) -> str:
@@ -117,6 +117,24 @@ class StoredResponsesConfig(Section):
     max_response_bytes: Annotated[int, Field(ge=1)] = 1024 * 1024
     max_tenant_bytes: Annotated[int, Field(ge=1)] = 16 * 1024 * 1024
     max_total_bytes: Annotated[int, Field(ge=1)] = 64 * 1024 * 1024
+
+
+class BatchConfig(Section):
+    """Limits of ``/v1/files`` and ``/v1/batches``. Files are in the fleet's state folder.
+
+    Attributes:
+        max_file_bytes: Size limit of one uploaded file.
+        max_bytes_per_tenant: Size limit of all files of one tenant, results included.
+        max_bytes: Size limit of all files.
+        at_once: Lines of all batches that run or wait at one time.
+        keep_days: Days until a file or a finished batch is deleted.
+    """
+
+    max_file_bytes: Annotated[int, Field(ge=1024, le=1024 * 1024 * _MIB)] = 100 * _MIB
+    max_bytes_per_tenant: Annotated[int, Field(ge=1024, le=1024 * 1024 * _MIB)] = 1024 * _MIB
+    max_bytes: Annotated[int, Field(ge=1024, le=1024 * 1024 * _MIB)] = 4096 * _MIB
+    at_once: Annotated[int, Field(ge=1, le=4096)] = 8
+    keep_days: Annotated[int, Field(ge=1, le=3650)] = 30
 
 
 class ClientLimitsConfig(Section):

@@ -9,9 +9,8 @@ import time
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass, field
 
-from baton.registry.event_streams import stream_order
+from baton.registry.event_streams import StreamEntry, StreamMark, parse_entry, stream_order
 from baton.registry.redis_store import Registry, RegistryUnavailableError
-from baton.registry.stream_entries import StreamEntry, StreamMark, parse_entry
 from baton.registry.types import FeedItem, Forget, Heartbeat, Refreshed, Snapshot, hashes_checksum
 
 REFRESH_S = 1.0

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from baton.registry import event_streams
-from baton.registry.event_streams import BOUND, EventStreams
-from baton.registry.stream_entries import parse_mark, with_log
+from baton.registry.event_streams import BOUND, EventStreams, parse_mark, with_log
 from baton.registry.types import HASH_BYTES, INCARNATION_BYTES, EventBatch, Snapshot
 
 Command = tuple[Any, ...]

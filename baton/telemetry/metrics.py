@@ -308,3 +308,13 @@ def _response(metrics: Metrics, head: bytes) -> bytes:
         body = metrics.render()
     header = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
     return header.encode() + b"Connection: close\r\n\r\n" + (b"" if method == b"HEAD" else body)
+
+
+def count_cached(metrics: Metrics, tier_tokens: Mapping[str, int], cached_tokens: int) -> None:
+    """Count prompt tokens from tiers; the other cached tokens were in the pool."""
+    left = cached_tokens
+    for tier, brought in tier_tokens.items():
+        tokens = min(brought, left)  # a restored block may have been evicted again
+        metrics.inc("baton_prefix_tokens", tokens, source=tier)
+        left -= tokens
+    metrics.inc("baton_prefix_tokens", left, source="local")

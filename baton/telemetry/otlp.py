@@ -1,4 +1,4 @@
-"""Standard ``OTEL_*`` variables that the exports of traces, logs and metrics have in common."""
+"""Standard ``OTEL_*`` variables of the exports of traces, logs and metrics; export of logs."""
 
 import importlib
 import logging
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk._logs import LoggerProvider
     from opentelemetry.sdk.resources import Resource
 
 Signal = Literal["TRACES", "LOGS", "METRICS"]
@@ -51,3 +52,39 @@ def resource_of(component: str) -> "Resource":
     attributes = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in attributes
     return Resource.create({} if named else {"service.name": f"baton-{component}"})
+
+
+class LogExport:
+    """Exporter of a component's audit lines; without an OTLP endpoint it does nothing.
+
+    ``OTEL_LOGS_EXPORTER=none`` switches it off.
+    """
+
+    def __init__(self, component: str) -> None:
+        self._provider = _provider(component) if is_on("LOGS") else None
+
+    def emit(self, line: bytes) -> None:
+        """Export a line."""
+        if self._provider is not None:
+            from opentelemetry._logs import SeverityNumber
+
+            self._provider.get_logger("baton.audit").emit(
+                severity_number=SeverityNumber.INFO,
+                body=line.decode().rstrip("\n"),
+                event_name="baton.audit",
+            )
+
+    def close(self) -> None:
+        """Export what is buffered, and stop."""
+        if self._provider is not None:
+            self._provider.force_flush(2000)
+            self._provider.shutdown()
+
+
+def _provider(component: str) -> "LoggerProvider":
+    from opentelemetry.sdk._logs import LoggerProvider
+    from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+
+    provider = LoggerProvider(resource=resource_of(component))
+    provider.add_log_record_processor(BatchLogRecordProcessor(exporter_of("LOGS")))
+    return provider

@@ -49,7 +49,7 @@ def add(
     A NAME that the fleet has already becomes its next version, such as NAME@2. The command runs on
     the host of `baton up`, whose fleet file it changes.
     """
-    from fleet.cli.reconcile import reconcile_running  # a second, also for other commands
+    from fleet.cli.lifecycle import reconcile_running  # a second, also for other commands
 
     state = running_fleet(fleet)
     file = Path(state.config_file)
@@ -160,7 +160,7 @@ def _of_file(file: Path) -> dict[str, dict[str, Any]]:
 
 def _check(state: FleetState, file: Path) -> None:
     """Refuse a file that the fleet could not follow."""
-    from fleet.cli.reconcile import planned
+    from fleet.cli.lifecycle import planned
     from fleet.local.checks.preflight import describe_model
 
     _, config = read_fleet_file(file, None)

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from baton.telemetry.log_export import LogExport
+from baton.telemetry.otlp import LogExport
 from baton.tenants.audit import file as audit_file
 from baton.tenants.audit.chain import Entry
 

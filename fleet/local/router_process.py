@@ -79,15 +79,10 @@ def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:
     sockets = [held]
     try:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        for _ in range(count - 1):
-            listener = socket.socket(held.family)
-            sockets.append(listener)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if listener.family is socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
+        sockets.extend(
+            socket.create_server(address, family=held.family, backlog=BACKLOG, reuse_port=True)
+            for _ in range(count - 1)
+        )
     except OSError:
         for listener in sockets[1:]:
             listener.close()

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from fleet.pools.liveness import Life, ShellProcess, end_actor, process_of
 from fleet.pools.lives import LifeTable
-from fleet.pools.resources import NAMESPACE, actor_name, actors_among, lives_among
+from fleet.pools.resources import NAMESPACE, actor_name, actors_among
 from fleet.pools.slots import LivingWorker
 
 _LOG = logging.getLogger("fleet.pools.controller")
@@ -53,7 +53,7 @@ async def running_actors(fleet: str) -> tuple[list[RunningActor], dict[str, int]
     names = ray.util.list_named_actors(all_namespaces=True)
     actors: dict[str, Any] = {}
     ended: dict[str, int] = {}
-    epochs = lives_among(names, fleet)
+    epochs = dict(actors_among(names, fleet))  # the latest of each
     for worker_id, epoch in epochs.items():
         try:
             actors[worker_id] = ray.get_actor(

@@ -105,9 +105,7 @@ def choose(
     return []
 
 
-def plan(
-    config: FleetConfig, nodes: Sequence[Node], closed: Collection[str] = ()
-) -> dict[str, list[Node]]:
+def plan(config: FleetConfig, nodes: Sequence[Node]) -> dict[str, list[Node]]:
     """Place all replicas on an empty cluster: return worker id -> node of each rank."""
     free = {node.address: node.cpus for node in nodes}
     free_gpus = {node.address: node.gpus for node in nodes}
@@ -120,7 +118,7 @@ def plan(
                 replace(node, free_cpus=free[node.address], free_gpus=free_gpus[node.address])
                 for node in nodes
             ]
-            chosen = choose(need_of(lane, role), now, placed, closed=closed)
+            chosen = choose(need_of(lane, role), now, placed)
             worker_id = worker_name(number, worker_prefix(lane.fleet))
             result[worker_id] = chosen
             for node in chosen:

@@ -23,7 +23,6 @@ from fleet.pools.resources import (
     actor_name,
     actors_among,
     controller_name,
-    lives_among,
     local_cpus,
     worker_environment,
 )
@@ -276,7 +275,7 @@ class Controller:
                 return True
             running.dismiss()
         names = ray.util.list_named_actors(all_namespaces=True)
-        there = running is not None or bool(lives_among(names, fleet))
+        there = running is not None or bool(actors_among(names, fleet))
         cls.start(fleet, spec)
         return there
 

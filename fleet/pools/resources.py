@@ -283,11 +283,6 @@ def actors_among(names: Sequence[Mapping[str, str]], fleet: str) -> list[tuple[s
     return sorted(workers)
 
 
-def lives_among(names: Sequence[Mapping[str, str]], fleet: str) -> dict[str, int]:
-    """Return worker id -> latest epoch of the workers among Ray's named actors."""
-    return dict(actors_among(names, fleet))
-
-
 def exit_reason(code: int) -> str:
     """Return an exit code as text."""
     if code >= 0:

@@ -20,7 +20,7 @@ import msgspec
 from baton.engine.parent import die_with_parent
 from baton.engine.process.handle import EngineHandle
 from baton.planner.state import WorkerState, state_of
-from baton.registry.redis_store import Registry
+from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import Role, WorkerRecord
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.logs import set_up_logs
@@ -34,13 +34,9 @@ from baton.types import events as ev
 from baton.types.errors import UnavailableError
 from baton.wire.process_end import exit_process
 from decode_worker.service import DecodeService
-from fleet.worker.draining import drained
 from fleet.worker.engine_metrics import EngineMetrics
-from fleet.worker.erasure import erase_forever
 from fleet.worker.identity import identity_of, record_of
-from fleet.worker.idle_sleep import sleep_when_idle
-from fleet.worker.probe import EngineProbe
-from fleet.worker.quarantine_watch import QuarantineWatch
+from fleet.worker.probe import EngineProbe, sleep_when_idle
 from fleet.worker.settings import PROBE_S, WorkerSettings
 from fleet.worker.start import (
     Publishers,
@@ -60,6 +56,15 @@ _LOG = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
 """Time after a signal for other workers to resume the requests that run here."""
+
+GIVES_S = 0.5
+"""Time that workers which resume requests have to pull KV from the cache here."""
+
+_POLL_S = 0.05
+FRACTION = 0.05
+MANY_NS = 3_000_000_000  # limit with more than FRACTION of the pool in quarantine
+LONG_NS = 30_000_000_000
+_ERASE_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +278,80 @@ def _probe(settings: WorkerSettings, engine: EngineHandle) -> EngineProbe:
         limit_s=interval_s if settings.engine.external is None else 3 * interval_s,
         exact=settings.engine.numerics == "exact",
     )
+
+
+class QuarantineWatch:
+    """Clock of the oldest reservation in quarantine, whose blocks a restart frees. Does no I/O.
+
+    Blocks of a revoked reservation stay in quarantine until no writer is left. That is normal under
+    load; a reservation that never drains is a fault.
+    """
+
+    def __init__(self) -> None:
+        self._oldest = 0
+        self._since_ns = 0
+
+    def stuck(self, load: ev.StepDone, now_ns: int) -> bool:
+        """Return whether a reservation has drained for too long. Call it several times a second."""
+        if load.oldest_quarantine != self._oldest:
+            self._oldest = load.oldest_quarantine
+            self._since_ns = now_ns
+        if not self._oldest:
+            return False
+        many = load.blocks.quarantined > FRACTION * load.blocks.total
+        return now_ns - self._since_ns > (MANY_NS if many else LONG_NS)
+
+
+async def drained(
+    busy: Callable[[], bool], timeout_s: float, hurried: asyncio.Event | None = None
+) -> bool:
+    """Wait until the worker is idle, and ``GIVES_S`` longer if it was busy at the start.
+
+    Returns whether it is idle; the event ``hurried`` ends the wait early.
+    """
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + timeout_s
+    idle_from_s = loop.time()
+    while True:
+        left = busy()
+        now_s = loop.time()
+        if now_s >= until_s or (hurried is not None and hurried.is_set()):
+            return not left
+        if left:
+            idle_from_s = now_s + GIVES_S
+        elif now_s >= idle_from_s:
+            return True
+        await asyncio.sleep(_POLL_S)
+
+
+async def erase_forever(
+    engine: EngineHandle, erasures: Erasures, worker_id: str, *, earlier: bool = True
+) -> None:
+    """Erase the blocks of deleted tenants from pool and tiers, and report their number to Redis.
+
+    At the start it reads the tags of all deleted tenants, since files of the disk tier may be older
+    than a deletion. Without ``earlier``, only those of tenants that are deleted from now on.
+    """
+    done: set[str] | None = set() if earlier else None
+    unreported: dict[str, dict[str, int]] = {}
+    while True:
+        try:
+            tags = (await erasures.forgotten()).tags
+            if done is None:
+                done = set(tags)
+            new = {tag: deletion for tag, deletion in tags.items() if tag not in done}
+            for deletion in dict.fromkeys(new.values()):
+                mine = frozenset(bytes.fromhex(tag) for tag in new if new[tag] == deletion)
+                unreported[deletion] = counts = await engine.forget(mine)
+                if any(counts.values()):
+                    _LOG.info("erased KV of a deleted tenant deletion=%s: %s", deletion, counts)
+                done.update(tag for tag in new if new[tag] == deletion)
+            for deletion in list(unreported):
+                await erasures.report(deletion, worker_id, unreported[deletion])
+                del unreported[deletion]
+        except RegistryUnavailableError:
+            pass  # the registry counts it
+        await asyncio.sleep(_ERASE_EVERY_S)
 
 
 async def serve(settings: WorkerSettings) -> int:

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from loadtest.commands import options as o
-from loadtest.commands.loads import Recording
 from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED, run, write_folder
+from loadtest.commands.runs import Recording
 from loadtest.comparison import compare as rows_of
 from loadtest.comparison import unlike
 from loadtest.results.files import Results, ResultsError, read_results

@@ -9,7 +9,6 @@ import typer
 
 from loadtest.client.records import CallRecord
 from loadtest.commands import options as o
-from loadtest.commands.loads import AgentTrace, Recording
 from loadtest.commands.option_groups import with_options
 from loadtest.commands.running import INTERRUPTED, run, run_and_show, show_and_write
 from loadtest.metrics.turns import turn_figures
@@ -18,7 +17,51 @@ from loadtest.workloads.agent_traces import agent_calls
 from loadtest.workloads.agents import Agents, agent_plan
 from loadtest.workloads.agents import alone as alone_plan
 from loadtest.workloads.agentx import write_agentx
+from loadtest.workloads.call_graph import agent_trace_plan
+from loadtest.workloads.plan import Plan
+from loadtest.workloads.replay import is_recorded, recorded_plan, replay_plan
 from loadtest.workloads.synthetic import OpenLoop, Sessions, open_loop_plan, session_plan
+from loadtest.workloads.traces import TraceError, read_trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """Options for replaying a trace."""
+
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N requests.")] = None
+    speed: Annotated[float, typer.Option(help="Divisor of the gaps between arrivals.")] = 1.0
+    shrink: Annotated[float, typer.Option(help="Divisor of prompt and output lengths.")] = 1.0
+
+    def plan(self, trace: Path, seed: int) -> Plan:
+        """Return the plan that replays a trace."""
+        if not is_recorded(trace):
+            requests = read_trace(trace, self.limit)
+            return replay_plan(
+                requests, name=trace.name, speed=self.speed, shrink=self.shrink, seed=seed
+            )
+        if self.shrink != 1:
+            raise TraceError(f"{trace}: recorded texts cannot be shrunk: remove --shrink")
+        return recorded_plan(trace, limit=self.limit, speed=self.speed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentTrace(Recording):
+    """Options for replaying sessions of agents."""
+
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Replay sessions instead: OpenTelemetry's GenAI spans (OTLP JSON lines), or "
+            "aiperf's agent traces (a JSON file, or a folder of them)."
+        ),
+    ] = None
+
+    def plan(self, trace: Path, seed: int) -> Plan:
+        """Return the plan in which a request starts when those that it waits for have ended."""
+        calls = agent_calls(trace, self.limit)
+        return agent_trace_plan(
+            calls, name=trace.name, seed=seed, speed=self.speed, shrink=self.shrink
+        )
 
 
 def convert(

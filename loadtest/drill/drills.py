@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from loadtest.drill import faults
-from loadtest.drill.bad_canary import bad_canary
-from loadtest.drill.faults import Fault
+from loadtest.drill.faults import Fault, bad_canary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,21 +3,32 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable
+from subprocess import PIPE
+from typing import Any, NamedTuple
 
 import psutil
 
 from loadtest.commands.options import LocalFleet
-from loadtest.drill import links
-from loadtest.drill.fleet import DrillError, FleetView
+from loadtest.drill.fleet import DrillError, DrillFaultError, FleetView
+from loadtest.percent import percent
 
 _FROZEN_S = 20.0
 _ROLL_LIMIT_S = 400.0
 _TURNS = 3
 _TURN_GAP_S = 1.5
+_SUFFIX = "-damaged"
+_SHARE = 0.5
+_TRAFFIC_S = 3.0
+_LIMIT_S = 10.0
+_LIMIT_REQUESTS = 20
+_POLL_S = 0.05
+_GOLDEN = ("Once upon a time, there was", "The capital of France is", "One, two, three, four,")
+_SCRIPT = 'nft -f - <<< "$1" && echo ready && { cat >/dev/null; nft delete table inet "$2"; }'
 
 
 class Scene(NamedTuple):
@@ -75,11 +86,10 @@ def bad_link(role: str, seconds: float, bytes_per_s: int | None = None) -> Fault
     async def fault(scene: Scene) -> str:
         victim = await scene.fleet.victim(role)
         port = int(victim.address.rpartition(":")[2])
-        cut = bytes_per_s is None
-        body = links.cut(port) if bytes_per_s is None else links.slow(port, bytes_per_s)
-        async with links.rules(body):
+        body = cut(port) if bytes_per_s is None else slow(port, bytes_per_s)
+        async with rules(body):
             await asyncio.sleep(seconds)
-        how = "cut" if cut else f"at {bytes_per_s} B/s"
+        how = "cut" if bytes_per_s is None else f"at {bytes_per_s} B/s"
         return f"port {port} of {victim.id} {how} for {seconds:g} s"
 
     return fault
@@ -126,3 +136,127 @@ async def turn(scene: Scene) -> str:
 async def only_traffic(scene: Scene) -> str:
     """Inject nothing: the load itself is the fault."""
     return "the load itself"
+
+
+async def bad_canary(fleet: FleetView) -> str:
+    """Canary the damaged copy twice; return what happened.
+
+    The fleet serves the model NAME and its damaged copy NAME-damaged (`loadtest.drill.damage`).
+    First the copy has golden prompts and must be refused. Then it answers half of the
+    conversations, gets its golden prompts, and must be rolled back within 20 of its requests or
+    10 s.
+
+    Raises:
+        DrillError: The fleet has no damaged copy of a model.
+        DrillFaultError: The copy got requests, or was not rolled back in time.
+    """
+    name = await model_with_copy(fleet)
+    copy = f"{name}{_SUFFIX}"
+    try:
+        return await _drill(fleet, name, copy)
+    finally:
+        await fleet.change_models({"verb": "remove", "name": name})
+        await fleet.change_models({"verb": "gate", "name": copy, "golden": []})
+
+
+async def model_with_copy(fleet: FleetView) -> str:
+    """Return the name of a model that has a damaged copy.
+
+    Raises:
+        DrillError: There is none.
+    """
+    models: list[str] = [model["name"] for model in (await fleet.models())["models"]]
+    pairs = [name for name in models if f"{name}{_SUFFIX}" in models]
+    if not pairs:
+        raise DrillError(
+            f"the fleet serves no model NAME with a damaged copy NAME{_SUFFIX}: "
+            "see `python -m loadtest.drill.damage --help`"
+        )
+    return pairs[0]
+
+
+async def _drill(fleet: FleetView, name: str, copy: str) -> str:
+    canary: dict[str, Any] = {"verb": "canary", "name": name, "model": copy, "share": _SHARE}
+    golden = [
+        {"name": f"prompt {index}", "prompt": text, "same_as": name}
+        for index, text in enumerate(_GOLDEN)
+    ]
+    gate = {"verb": "gate", "name": copy}
+    await fleet.change_models({**gate, "golden": golden})
+    if not await fleet.change_models(canary):
+        raise DrillFaultError(f"{copy} became a canary in spite of its golden prompts")
+    await fleet.change_models({**gate, "golden": []})
+    if problem := await fleet.change_models(canary):
+        raise DrillError(f"canary without golden prompts: {problem}")
+    await asyncio.sleep(_TRAFFIC_S)
+    before = _requests(await fleet.models(), name)
+    began_s = time.monotonic()
+    await fleet.change_models({**gate, "golden": golden})
+    after = before
+    while True:
+        state = await fleet.models()
+        took_s = time.monotonic() - began_s
+        entry = state["routes"].get(name, {})
+        if entry.get("thrown_out"):
+            break
+        after = _requests(state, name)
+        if took_s > _LIMIT_S and after - before > _LIMIT_REQUESTS:
+            raise DrillFaultError(f"{copy} is still a canary after {took_s:.1f} s")
+        await asyncio.sleep(_POLL_S)
+    return (
+        f"{copy} was refused before traffic; with {percent(_SHARE, 0)} of the traffic it was "
+        f"rolled back after {took_s:.1f} s and {after - before} of its requests: {entry['reason']}"
+    )
+
+
+def _requests(state: dict[str, Any], name: str) -> int:
+    gate = state["routes"].get(name, {}).get("gate")
+    return int(gate["canary"]["requests"]) if gate else 0
+
+
+def missing_requirement() -> str:
+    """Return why rules cannot be set here, or "" if they can."""
+    if shutil.which("nft") is None:
+        return "needs nft (Debian's package nftables)"
+    return "" if os.geteuid() == 0 else "needs root, as nftables rules do"
+
+
+def cut(port: int) -> str:
+    """Return rules that drop everything to and from a TCP port."""
+    return f"tcp dport {port} drop; tcp sport {port} drop"
+
+
+def slow(port: int, bytes_per_s: int) -> str:
+    """Return rules that drop what a port sends above a rate.
+
+    The kernel's bucket holds one second's bytes plus the burst, which pass at once.
+    """
+    burst_bytes = max(bytes_per_s // 4, 65_536)
+    limit = f"limit rate over {bytes_per_s} bytes/second burst {burst_bytes} bytes"
+    return f"tcp sport {port} {limit} drop"
+
+
+@contextlib.asynccontextmanager
+async def rules(body: str) -> AsyncIterator[None]:
+    """Apply nftables rules from `cut` or `slow` to arriving packets on all interfaces.
+
+    They are in a table of their own. A shell adds them, and removes them when its standard input
+    closes, so that they disappear with this process even if it is killed.
+    """
+    if problem := missing_requirement():
+        raise DrillError(problem)
+    name = f"baton_drill_{os.getpid()}"
+    chain = f"chain in {{ type filter hook input priority 0; {body}; }};"
+    table = f"table inet {name} {{ {chain} }}"
+    shell = await asyncio.create_subprocess_exec(
+        "bash", "-c", _SCRIPT, "drill", table, name, stdin=PIPE, stdout=PIPE, stderr=PIPE
+    )
+    assert shell.stdin is not None and shell.stdout is not None and shell.stderr is not None
+    try:
+        if (await shell.stdout.readline()).strip() != b"ready":
+            output = (await shell.stderr.read()).decode(errors="replace").strip()
+            raise DrillError(f"nftables: {output}")
+        yield
+    finally:
+        shell.stdin.close()
+        await shell.wait()

@@ -22,7 +22,7 @@ from loadtest.drill.phases import (
 )
 from loadtest.drill.verdict import (
     DrillOutcome,
-    SentLoad,
+    DrillRun,
     ShownWorker,
     left_behind,
     shortened,
@@ -51,7 +51,7 @@ def overload_phases(rate: float) -> list[LoadPhase]:
 
 
 def judge_overload(
-    load: SentLoad,
+    load: DrillRun,
     phases: Sequence[LoadPhase],
     limits: GoodLimits,
     *,

@@ -2,9 +2,11 @@
 
 import asyncio
 import itertools
+import secrets
+import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -13,14 +15,20 @@ from loadtest.client.processes import ClientFailedError, run_clients
 from loadtest.client.records import CallRecord, ServerOptions
 from loadtest.client.server import ServerError
 from loadtest.commands.options import LocalFleet
-from loadtest.drill.bad_canary import model_with_copy
 from loadtest.drill.drills import DRILLS, Drill
-from loadtest.drill.faults import Scene
+from loadtest.drill.faults import Scene, model_with_copy
 from loadtest.drill.fleet import DrillError, DrillFaultError, FleetView, all_at_rest, all_ready
-from loadtest.drill.measure import alone_s, goodput, held_rate, send_phases
 from loadtest.drill.overload import HOLDS_SHARE, judge_overload, overload_phases
-from loadtest.drill.phases import GoodLimits, PhaseFigures, figures_of, phased_plan
-from loadtest.drill.verdict import DrillOutcome, InjectedFault, SentLoad, ShownWorker, judge
+from loadtest.drill.phases import (
+    GoodLimits,
+    LoadPhase,
+    PhaseFigures,
+    figures_of,
+    phased_plan,
+    phases_of,
+)
+from loadtest.drill.verdict import DrillOutcome, DrillRun, ShownWorker, judge
+from loadtest.metrics import request_figures
 from loadtest.workloads.arrivals import arrival_times_s
 from loadtest.workloads.plan import Conversation, Plan, Segment, Turn
 from loadtest.workloads.prompts import UNIQUE_KEYS
@@ -33,6 +41,13 @@ _READY_LIMIT_S = 240.0
 _PROBE_GAP_S = 1.0
 _ROUTES_S = 1.0  # within which all routers apply a change of routes
 _SEARCH_S = 20.0  # of each rate that is tried
+HELD_SHARE = 0.95
+"""Share of good responses at a rate that a fleet holds."""
+
+TRIED = (1.0, 0.9, 0.8, 0.7, 0.6)
+"""Shares of the goodput under overload that `held_rate` tries, until the fleet holds one."""
+
+_ALONE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,18 +115,9 @@ class DrillRunner:
             await self._probe_until_answered(run)
             await fleet.wait(all_ready, _READY_LIMIT_S)  # restarted workers may still be loading
             workers = await fleet.wait(all_at_rest, _REST_LIMIT_S)
-        fault = InjectedFault(
-            drill=name,
-            what_was_done=run.what_was_done,
-            at_s=run.fault_s,
-            may_fail=drill.may_fail,
-            recovery_limit_s=drill.recovery_limit_s,
-            other_until_s=run.other_until_s,
-        )
-        load = SentLoad(planned=run.planned, records=run.records)
         golden = {index: self._golden[index % _PROMPTS] for index in run.planned}
-        verdict = judge(fault, load, golden, workers)
-        return msgspec.structs.replace(verdict, faults=[*run.faults, *verdict.faults])
+        limit_s = drill.recovery_limit_s
+        return judge(name, run, golden, workers, may_fail=drill.may_fail, recovery_limit_s=limit_s)
 
     async def _limits(self, fleet: FleetView) -> GoodLimits | None:
         """Return the fleet's latency limits, and the time of a prompt alone; None without."""
@@ -136,11 +142,11 @@ class DrillRunner:
                 f"the fleet does not hold {rate:.2f} requests/s: only "
                 f"{100 * base.good_share:.0f} % were good; set a lower --holds"
             )
-        probes = _Run(planned=[])
+        probes = DrillRun(planned=[])
         await self._probe_until_answered(probes)
         workers = await fleet.wait(all_at_rest, _REST_LIMIT_S)
         return judge_overload(
-            SentLoad(planned=range(phased_plan(phases, 0).request_count), records=records),
+            DrillRun(list(range(phased_plan(phases, 0).request_count)), records),
             phases,
             limits,
             probes=probes.records,
@@ -159,7 +165,7 @@ class DrillRunner:
             raise DrillError("the fleet holds no tried rate: set --holds")
         return held.rate
 
-    async def _load_and_fault(self, drill: Drill, scene: Scene) -> "_Run":
+    async def _load_and_fault(self, drill: Drill, scene: Scene) -> DrillRun:
         rng = np.random.default_rng(self._options.seed)
         rate = self._options.rate
         if drill.of_capacity is not None:
@@ -171,7 +177,7 @@ class DrillRunner:
             for index, start_s in enumerate(starts_s)
             for abort_s in [_abort_s(drill, *map(float, aborts[index]))]
         )
-        run = _Run(planned=list(range(len(conversations))))
+        run = DrillRun(planned=list(range(len(conversations))))
         began = asyncio.Event()
 
         def start(zero_s: float) -> None:
@@ -203,7 +209,7 @@ class DrillRunner:
             raise run.undone
         return run
 
-    async def _probe_until_answered(self, run: "_Run") -> None:
+    async def _probe_until_answered(self, run: DrillRun) -> None:
         until_s = time.monotonic() + _READY_LIMIT_S
         for index in itertools.count(len(run.planned)):
             await self._send_more(run, [index])
@@ -214,7 +220,7 @@ class DrillRunner:
         first = len(run.planned)
         await self._send_more(run, range(first, first + _PROMPTS))
 
-    async def _send_more(self, run: "_Run", indexes: Sequence[int]) -> None:
+    async def _send_more(self, run: DrillRun, indexes: Sequence[int]) -> None:
         """Send requests after the load, one after another, on the run's clock."""
         turns = tuple(_turn(index, index % _PROMPTS) for index in indexes)
         zero: list[float] = []
@@ -239,18 +245,6 @@ class DrillRunner:
 
     def _plan(self, conversations: tuple[Conversation, ...]) -> Plan:
         return Plan(name="drill", seed=self._options.seed, conversations=conversations)
-
-
-@dataclass
-class _Run:
-    planned: list[int]
-    records: list[CallRecord] = field(default_factory=list)
-    zero_s: float = 0.0
-    fault_s: float = 0.0
-    what_was_done: str = ""
-    faults: list[str] = field(default_factory=list)
-    other_until_s: float = 0.0  # until then another model may answer
-    undone: DrillError | None = None
 
 
 def _turn(index: int, prompt: int, abort_after_s: float | None = None) -> Turn:
@@ -283,3 +277,56 @@ def _moved(record: CallRecord, by_s: float) -> CallRecord:
 
 def _summary(workers: list[ShownWorker]) -> str:
     return "; ".join(f"{w.id} {w.state} {' '.join(w.leaks())}".strip() for w in workers)
+
+
+async def send_phases(phases: Sequence[LoadPhase], server: ServerOptions) -> list[CallRecord]:
+    """Send the load of some phases; return the records when all requests have ended."""
+    records: list[CallRecord] = []
+    plan = phased_plan(phases, secrets.randbits(32))
+    await run_clients(plan, server, clients=1, record=records.append)
+    return records
+
+
+async def alone_s(server: ServerOptions) -> float:
+    """Return the median TTFT of prompts that are sent one after another.
+
+    Raises:
+        ServerError: A request failed.
+    """
+    times_s: list[float] = []
+    for _ in range(_ALONE):
+        phase = LoadPhase(name="alone", rate=1.0, begin_s=0.0, end_s=1.0)
+        (record,) = await send_phases([phase], server)
+        ttft_s = request_figures.ttft_from_send_s(record)
+        if record.end != "ok" or ttft_s is None:
+            raise ServerError(f"a request to the idle fleet failed: {record.end} {record.detail}")
+        times_s.append(ttft_s)
+    return statistics.median(times_s[1:])  # the first may start something
+
+
+async def goodput(
+    rate: float, seconds: float, server: ServerOptions, limits: GoodLimits
+) -> PhaseFigures:
+    """Return the figures of some seconds at one rate."""
+    (phase,) = phases_of([(f"{rate:.2f}/s", rate, seconds)])
+    return figures_of(phase, await send_phases([phase], server), limits)
+
+
+Measure = Callable[[float], Awaitable[PhaseFigures]]
+"""Function that measures a rate in requests per second."""
+
+
+async def held_rate(measure: Measure, overload: PhaseFigures) -> PhaseFigures | None:
+    """Return the figures of the highest tried rate whose responses are nearly all good.
+
+    Tries the goodput that the fleet had under ``overload``, then less; None if it holds no rate.
+    """
+    if overload.good_share >= HELD_SHARE:
+        return overload
+    for share in TRIED:
+        if not overload.good_per_s:
+            break
+        held = await measure(share * overload.good_per_s)
+        if held.good_share >= HELD_SHARE:
+            return held
+    return None

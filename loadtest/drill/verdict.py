@@ -9,7 +9,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -74,58 +74,59 @@ class DrillOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return not self.faults
 
 
-@dataclass(frozen=True, kw_only=True)
-class SentLoad:
-    """Requests of a load: the index of each planned one, and the records of those that ended."""
-
-    planned: Sequence[int]
-    records: Sequence[CallRecord]
-
-
-@dataclass(frozen=True, kw_only=True)
-class InjectedFault:
-    """A fault, and what it may do.
+@dataclass
+class DrillRun:
+    """Load with a fault. Times are on the records' clock.
 
     Attributes:
-        at_s: Time of the fault, on the records' clock.
-        may_fail: Tolerates typed errors before the start of a response.
+        planned: Index of each request; those that have ended have ``records``.
+        zero_s: Second 0 of the load, on the monotonic clock.
+        faults: Faults that were found while the fault was injected.
         other_until_s: Requests that were sent before may have the answers of another model.
+        undone: Why the fault was not injected.
     """
 
-    drill: str
-    what_was_done: str
-    at_s: float
-    may_fail: bool
-    recovery_limit_s: float
+    planned: list[int]
+    records: list[CallRecord] = field(default_factory=list)
+    zero_s: float = 0.0
+    fault_s: float = 0.0
+    what_was_done: str = ""
+    faults: list[str] = field(default_factory=list)
     other_until_s: float = 0.0
+    undone: RuntimeError | None = None
 
 
 def judge(
-    fault: InjectedFault, load: SentLoad, golden: Mapping[int, str], workers: Sequence[ShownWorker]
+    name: str,
+    run: DrillRun,
+    golden: Mapping[int, str],
+    workers: Sequence[ShownWorker],
+    *,
+    may_fail: bool,
+    recovery_limit_s: float,
 ) -> DrillOutcome:
-    """Judge a drill.
+    """Judge a drill, which ``may_fail`` with typed errors before the start of a response.
 
     ``golden`` has the correct responses by index. Wrong tokens, hangs, silence and interrupted
     responses are always faults. ``workers`` is the state of the fleet some seconds after the last
     request.
     """
-    records = load.records
-    recovered_s = recovery_s(records, fault.at_s)
+    records = run.records
+    recovered_s = recovery_s(records, run.fault_s)
     faults = [
-        *wrong_tokens(
-            [record for record in records if record.sent_s >= fault.other_until_s], golden
-        ),
-        *wrong_ends(load.planned, records, may_fail=fault.may_fail),
+        *run.faults,
+        *wrong_tokens([one for one in records if one.sent_s >= run.other_until_s], golden),
+        *wrong_ends(run.planned, records, may_fail=may_fail),
         *left_behind(workers),
     ]
     if recovered_s is None:
         faults.append("no request after the fault succeeded")
-    elif recovered_s > fault.recovery_limit_s:
-        faults.append(f"recovered after {recovered_s:.1f} s, limit {fault.recovery_limit_s:g} s")
+    elif recovered_s > recovery_limit_s:
+        faults.append(f"recovered after {recovered_s:.1f} s, limit {recovery_limit_s:g} s")
     return DrillOutcome(
-        drill=fault.drill,
-        what_was_done=fault.what_was_done,
-        requests=len(load.planned),
+        drill=name,
+        what_was_done=run.what_was_done,
+        requests=len(run.planned),
         ends=dict(Counter(record.end for record in records)),
         errors=dict(Counter(error_name(r) for r in records if r.end not in ("ok", "aborted"))),
         compared=sum(bool(record.answer) for record in records),

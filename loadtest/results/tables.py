@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from loadtest.metrics.confidence import Interval
+from loadtest.comparison import Row
 from loadtest.metrics.request_figures import FORMULAS
 from loadtest.metrics.summary import Summary
 from loadtest.metrics.turns import TurnFigures
@@ -167,9 +167,7 @@ def _verdicts(results: Results) -> list[Text | Group]:
     return lines
 
 
-def comparison_table(
-    rows: list[tuple[str, float | None, float | None, Interval | None]], names: tuple[str, str]
-) -> Table:
+def comparison_table(rows: list[Row], names: tuple[str, str]) -> Table:
     """Return a table of A and B from rows (name, A, B, interval of B ÷ A over seeds).
 
     ``names`` are the names of A and B, which may be long URLs: they stand above the table.

@@ -1,15 +1,16 @@
-"""Network between workers: a latency, a rate, and one transfer at a time per end.
+"""Virtual time, the only clock of the simulator; and the network between workers.
+
+It has a latency, a rate, and one transfer at a time per end.
 
 The constants are linear fits to NCCL's send/recv times on H100 from microsoft/vidur
 (``data/profiling/network/h100_dgx/send_recv.csv``, MIT): medians of 994 sizes from 2 KB to 67 MB,
 least squares of relative errors. Half of the points lie within 3 % of the line, 95 % within 13 %.
 """
 
+import heapq
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from loadtest.simulator.clock import VirtualClock
 
 CONTROL_NS = 250_000  # a message without KV; measured: a unary gRPC call takes 250 us here
 
@@ -31,6 +32,34 @@ LINKS = {
     "nvlink": Link(latency_s=7.6e-6, bytes_per_s=357.5e9),  # two GPUs of one node
     "loopback": Link(latency_s=250e-6, bytes_per_s=1.9e9),  # gRPC bytes on the 2-core machine
 }
+
+
+class VirtualClock:
+    """Queue of events by time, and by order of scheduling for equal times."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.events = 0  # events so far
+        self._due: list[tuple[int, int, Callable[[], None]]] = []
+        self._scheduled = 0
+
+    def at(self, time_ns: int, call: Callable[[], None]) -> None:
+        """Schedule a call at a time that is not past."""
+        if time_ns < self.now_ns:
+            raise ValueError(f"cannot schedule at {time_ns} ns: the clock is at {self.now_ns} ns")
+        self._scheduled += 1
+        heapq.heappush(self._due, (time_ns, self._scheduled, call))
+
+    def after(self, delay_ns: int, call: Callable[[], None]) -> None:
+        """Schedule a call after a delay."""
+        self.at(self.now_ns + delay_ns, call)
+
+    def run(self) -> None:
+        """Process events until none is left."""
+        while self._due:
+            self.now_ns, _, call = heapq.heappop(self._due)
+            self.events += 1
+            call()
 
 
 class Network:

@@ -8,7 +8,7 @@ import msgspec
 from baton.planner.planner import Planner
 from baton.planner.state import Decision, Resize, RoleChange, WorkerState, state_of
 from baton.registry.types import Role
-from loadtest.simulator.clock import VirtualClock
+from loadtest.simulator.network import VirtualClock
 from loadtest.simulator.router import SimulatedRouter
 from loadtest.simulator.table import SimulatedTable
 from router.routing.workers.slot import WorkerSlot

@@ -19,8 +19,7 @@ from baton.types.slo import Slo
 from loadtest.simulator.attempt import Attempt, AttemptWorkers
 from loadtest.simulator.index_feed import IndexFeed
 from loadtest.simulator.network import CONTROL_NS, Network
-from loadtest.simulator.policies import POLICIES
-from loadtest.simulator.policy_placement import Chosen, PolicyPlacement
+from loadtest.simulator.policies import POLICIES, Chosen, PolicyPlacement
 from loadtest.simulator.prefix_pull import PrefixSource
 from loadtest.simulator.records import Record
 from loadtest.simulator.setup import Setup

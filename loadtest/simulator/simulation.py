@@ -12,8 +12,7 @@ from baton.registry.types import Role
 from baton.types.params import SamplingParams
 from baton.types.slo import Slo
 from loadtest.simulator.attempt import DETECT_NS
-from loadtest.simulator.clock import VirtualClock
-from loadtest.simulator.network import Network
+from loadtest.simulator.network import Network, VirtualClock
 from loadtest.simulator.planning import SimulatedPlanner
 from loadtest.simulator.policies import FLEET, POLICIES
 from loadtest.simulator.records import Record

@@ -30,7 +30,7 @@ from baton.types.geometry import KvGeometry
 from baton.types.params import SampledToken
 from baton.wire.worker_status import engine_status
 from kvtransfer.edge import EdgeRate
-from loadtest.simulator.clock import VirtualClock
+from loadtest.simulator.network import VirtualClock
 
 Handler = Callable[[ev.Event], None]
 Command = Callable[[Scheduler], object]

@@ -86,7 +86,7 @@ def test_bad_prompts_are_refused(llm: LLM) -> None:
 
 def test_the_dense_yardstick_computes_the_same_model(llm: LLM) -> None:
     from baton.engine.loading.open import load_weights
-    from baton.engine.selfcheck.dense import DenseLlama
+    from baton.engine.selfcheck import DenseLlama
 
     prompt = llm.tokenizer.encode("The capital of France is")
     with torch.inference_mode():

@@ -20,7 +20,7 @@ from baton.engine.core.speculative.proposers import (
     Speculation,
     SpeculationSettings,
 )
-from baton.engine.cpu.build_draft import build_draft
+from baton.engine.cpu.build import build_draft
 from baton.engine.cpu.decoder import Decoder
 from baton.engine.cpu.runner import CpuRunner
 from baton.engine.cpu.selftest import attention_tiling

@@ -9,8 +9,8 @@ import typer
 from typer.testing import CliRunner
 
 from baton.config.fleet_file import FleetConfig
+from fleet.cli.lifecycle import planned
 from fleet.cli.main import app
-from fleet.cli.reconcile import planned
 from fleet.local import state as fleet_state
 from fleet.process_key import ProcessKey
 from tests.fleet.test_state import home, state

@@ -9,7 +9,7 @@ from baton.config.clients import ApiKeyConfig
 from baton.config.fleet_file import FleetConfig
 from baton.config.pools import PoolsConfig
 from baton.telemetry.progress import Progress
-from fleet.cli import reconcile
+from fleet.cli import lifecycle as reconcile
 from fleet.local.changes import Changes, changes, keys_digest
 
 POOLS = {"prefill": 1, "decode": 2, "engine": "emulated"}

@@ -14,7 +14,7 @@ from baton.tenants.deletions import Forgotten
 from baton.tenants.erasures import Erasures
 from baton.types.geometry import KvGeometry
 from fleet.local.redis_server import EmbeddedRedis
-from fleet.worker.erasure import erase_forever
+from fleet.worker.worker import erase_forever
 
 SHAPE = KvGeometry(num_layers=1, num_kv_heads=1, head_dim=8, num_blocks=4, dtype="bf16")
 

@@ -9,8 +9,7 @@ from rich.text import Text
 
 from baton.types.errors import UnavailableError
 from fleet.cli.explain import list_of, report_of
-from fleet.cli.top import frame
-from fleet.cli.top_screen import Scrolled
+from fleet.cli.top import Scrolled, frame
 from router.routing.reports.refusals import refusal
 from router.routing.requests.call import Call
 

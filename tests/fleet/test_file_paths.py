@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.config.fleet_file import FleetConfig
+from fleet.cli.lifecycle import reconcile_running
 from fleet.cli.main import app
-from fleet.cli.reconcile import reconcile_running
 from fleet.local import state as fleet_state
 from fleet.local.supervisor import Supervisor
 

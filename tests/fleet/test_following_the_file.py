@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from baton.config.fleet_file import FleetConfig
-from fleet.cli.reconcile import reconcile_running
+from fleet.cli.lifecycle import reconcile_running
 from fleet.local import state as fleet_state
 from fleet.local.changes import changes
 from fleet.local.fleet_token import KnownToken

@@ -7,7 +7,7 @@ from baton.types.lanes import lane_fleet, whole_fleet, worker_prefix
 from fleet.local.changes import changes
 from fleet.pools.controller import FleetController
 from fleet.pools.nodes import Node, plan
-from fleet.pools.resources import ControllerSpec, engine_settings, lives_among, specs_of
+from fleet.pools.resources import ControllerSpec, actors_among, engine_settings, specs_of
 from fleet.pools.slots import Launch
 
 FIELDS = {
@@ -52,10 +52,10 @@ def test_no_lane_adopts_the_workers_of_another_one_or_of_another_fleet() -> None
         )
     ]
     assert not is_worker_name("worker-0", "small-")
-    assert lives_among(names, "f.small") == {"small-worker-0": 3}
-    assert lives_among(names, "f.large-v1") == {"large-v1-worker-1": 2}
-    assert lives_among(names, "f") == {"worker-7": 1}
-    assert lives_among(names, "f-small") == {"worker-0": 9}
+    assert dict(actors_among(names, "f.small")) == {"small-worker-0": 3}
+    assert dict(actors_among(names, "f.large-v1")) == {"large-v1-worker-1": 2}
+    assert dict(actors_among(names, "f")) == {"worker-7": 1}
+    assert dict(actors_among(names, "f-small")) == {"worker-0": 9}
 
 
 def test_each_lane_has_a_controller_that_knows_the_other_workers() -> None:

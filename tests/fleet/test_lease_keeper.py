@@ -8,7 +8,7 @@ import pytest
 
 from baton.registry.lease import FleetLease
 from baton.registry.redis_store import Registry
-from fleet.lease_keeper import LeaseKeeper, LeaseTakenError, take_lease, this_process
+from fleet.local.fleet_redis import LeaseKeeper, LeaseTakenError, take_lease, this_process
 from fleet.local.redis_server import EmbeddedRedis
 
 

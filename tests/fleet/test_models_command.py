@@ -114,7 +114,7 @@ class _Running:
         self.rejects = False
         self.followed: list[FleetConfig] = []
         monkeypatch.setattr(adding, "running_fleet", lambda _: self.state)
-        monkeypatch.setattr("fleet.cli.reconcile.reconcile_running", self._follow)
+        monkeypatch.setattr("fleet.cli.lifecycle.reconcile_running", self._follow)
         monkeypatch.setattr(adding.fleet_state, "load", lambda _: self.state)
         monkeypatch.setattr("fleet.pools.resources._emulated", lambda _: None)
         monkeypatch.delenv("BATON_PORT", raising=False)

@@ -9,9 +9,9 @@ from baton.config.pools import TensorParallelConfig
 from fleet.pools.nodes import CapacityError, check_capacity
 from fleet.pools.resources import (
     ControllerSpec,
+    actors_among,
     bundles,
     exit_reason,
-    lives_among,
     local_cpus,
     runtime_environment,
     worker_environment,
@@ -141,7 +141,7 @@ def test_lives_are_read_from_the_names_of_actors() -> None:
         {"name": "baton-a-decode-1-1", "namespace": "else"},
         {"name": "baton-controller-a", "namespace": "baton"},
     ]
-    assert lives_among(names, "a") == {"decode-0": 4, "prefill-12": 1}
+    assert dict(actors_among(names, "a")) == {"decode-0": 4, "prefill-12": 1}
 
 
 def test_exit_codes_in_words() -> None:

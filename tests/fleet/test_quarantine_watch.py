@@ -2,7 +2,7 @@
 
 from baton.types.events import StepDone
 from baton.types.pool_counts import BlockCounts
-from fleet.worker.quarantine_watch import LONG_NS, MANY_NS, QuarantineWatch
+from fleet.worker.worker import LONG_NS, MANY_NS, QuarantineWatch
 
 LOOK_NS = 500_000_000
 

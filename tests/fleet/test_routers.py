@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -68,18 +69,17 @@ def test_a_port_that_several_routers_share_is_never_free_meanwhile(
     """Between the check and the last socket another fleet of this user would join in."""
     refused: list[str] = []
 
-    class Watched(socket.socket):
-        def bind(self, address: object) -> None:
-            with pytest.raises(PortTakenError) as error:
-                claim_socket("127.0.0.1", address[1])  # type: ignore[index]
-            refused.append(str(error.value))
-            super().bind(address)
+    def watched(address: tuple[str, int], **options: Any) -> socket.socket:
+        with pytest.raises(PortTakenError) as error:
+            claim_socket("127.0.0.1", address[1])
+        refused.append(str(error.value))
+        return socket.create_server(address, **options)
 
     held = claim_socket("127.0.0.1", 0)
     port = held.getsockname()[1]
     held.close()
     sockets_of = SimpleNamespace(**{name: getattr(socket, name) for name in dir(socket)})
-    sockets_of.socket = Watched
+    sockets_of.create_server = watched
     monkeypatch.setattr("fleet.local.router_process.socket", sockets_of)
     sockets = listening_sockets("127.0.0.1", port, 3)
     for one in sockets:

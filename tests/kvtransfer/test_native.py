@@ -1,6 +1,5 @@
 """C++ moves KV to the same bytes and digests as Python, refuses the same damage, checks bounds."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -127,7 +126,7 @@ def test_digests_of_another_length_are_refused(lent: bool, digests: bytes) -> No
 )
 def test_nothing_outside_the_pool_is_touched(pages: tuple[int, ...], change: dict) -> None:
     geometry, pool = SHAPES[1], view(SHAPES[1], True, 1)
-    kv_slice = dataclasses.replace(everything(geometry), **change)
+    kv_slice = everything(geometry)._replace(**change)
     room = memoryview(bytearray(kv_slice.payload_bytes(geometry)))
     with pytest.raises(IndexError):
         pool.copy_out(pages, kv_slice, BOUND, room)

@@ -20,19 +20,18 @@ from kvtransfer.hello import (
     GREETING,
     NONCE_BYTES,
     PROOF_BYTES,
+    HelloGate,
     prove_to_reader,
     prove_to_worker,
 )
-from kvtransfer.hello_gate import HelloGate
 from kvtransfer.shared_memory import (
     GRANTED,
     MOST_LOANS,
     NAME,
-    framed,
     read_message,
     this_place,
 )
-from kvtransfer.transport import Peer, TransportError
+from kvtransfer.transport import Peer, TransportError, framed
 from tests.kvtransfer.edge_ends import (
     TOKEN,
     ReadingEnd,
@@ -99,7 +98,7 @@ async def lending(answer: Callable[[socket.socket], Awaitable[None]]) -> AsyncIt
         link.setblocking(False)
         await prove_to_reader(link, NAME, end.incarnation, FleetToken(TOKEN))
 
-    async def serve(link: socket.socket, _: None) -> None:
+    async def serve(link: socket.socket) -> None:
         with link:
             socket.send_fds(link, [GRANTED], [end.pool_fd])
             await answer(link)

@@ -11,9 +11,9 @@ import pytest
 from batonpb import prefill_pb2 as pb
 
 from baton.engine.ipc import LENGTH
-from kvtransfer import shared_memory
+from kvtransfer import shared_memory, tcp
 from kvtransfer.hello import NONCE_BYTES, PROOF_BYTES
-from kvtransfer.tcp import frames as tcp
+from kvtransfer.transport import framed
 from tests.kvtransfer.edge_ends import SendingEnd, pull_request, reading_end, slices
 from tests.soak import examples
 
@@ -47,7 +47,7 @@ async def kv_port(name: str) -> AsyncIterator[Port]:
             async with reading_end(name) as ours:
                 assert set(await ours.fetch(peer, slices())) == {None}
 
-        right = tcp.framed(pb.PoolRequest(pull=pull_request(slices(), peer.target.incarnation)))
+        right = framed(pb.PoolRequest(pull=pull_request(slices(), peer.target.incarnation)))
         yield knock, serves, bytes(NONCE_BYTES + PROOF_BYTES) + right
 
 

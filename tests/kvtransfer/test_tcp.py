@@ -15,20 +15,18 @@ from batonpb.decode_pb2 import PrefillTarget
 from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
-from kvtransfer.hello import GREETING, NONCE_BYTES, PROOF_BYTES, prove_to_reader
-from kvtransfer.hello_gate import HelloGate
+from kvtransfer import tcp
+from kvtransfer.hello import GREETING, NONCE_BYTES, PROOF_BYTES, HelloGate, prove_to_reader
 from kvtransfer.kv_slice import MOST_FRAME_BYTES
-from kvtransfer.tcp import sending
-from kvtransfer.tcp.frames import (
+from kvtransfer.tcp import NAME, TcpServer, TcpTransport, address_of
+from kvtransfer.transport import (
     LENGTH,
     MOST_MESSAGE_BYTES,
-    NAME,
-    address_of,
+    Peer,
+    ServingSide,
+    TransportError,
     framed,
 )
-from kvtransfer.tcp.pulling import TcpTransport
-from kvtransfer.tcp.sending import TcpServer
-from kvtransfer.transport import Peer, ServingSide, TransportError
 from tests.kvtransfer.edge_ends import (
     TOKEN,
     ReadingEnd,
@@ -173,7 +171,7 @@ async def test_a_stranger_costs_no_memory_that_he_names() -> None:
 async def test_silent_strangers_do_not_pile_up_and_keep_no_reader_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sending, "HELLO_S", 600.0)
+    monkeypatch.setattr(tcp, "HELLO_S", 600.0)
     async with SendingEnd().served() as peer, reading_end(NAME) as ours:
         with contextlib.ExitStack() as undo:
             links = [undo.enter_context(await knock(port_of(peer))) for _ in range(300)]
@@ -197,7 +195,7 @@ async def test_silent_strangers_do_not_pile_up_and_keep_no_reader_out(
 
 
 async def test_a_silent_stranger_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "HELLO_S", 0.05)
+    monkeypatch.setattr(tcp, "HELLO_S", 0.05)
     async with SendingEnd().served() as peer:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(peer))
         async with asyncio.timeout(5):
@@ -264,7 +262,7 @@ async def test_a_length_that_no_frame_has_ends_the_connection() -> None:
     async def hello(link: socket.socket) -> None:
         await prove_to_reader(link, NAME, end.incarnation, token)
 
-    async def answer(link: socket.socket, _: None) -> None:
+    async def answer(link: socket.socket) -> None:
         with link:
             link.send(LENGTH.pack(MOST_FRAME_BYTES + 1))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.config.fleet_file import DEFAULT_MODEL
-from baton.engine.selfcheck import quick
+from baton.engine import selfcheck as quick
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from loadtest.client.records import ServerOptions
+from loadtest.commands.search import RateSearch
 from loadtest.comparison import compare, unlike
 from loadtest.metrics.summary import LatencyGoals, summarise
-from loadtest.rate_search import RateSearch
 from loadtest.results.files import (
     Journal,
     Results,

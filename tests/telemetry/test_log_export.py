@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 
-from baton.telemetry.log_export import LogExport
+from baton.telemetry.otlp import LogExport
 
 LINE = b'{"seq":1,"verb":"scale"}\n'
 

@@ -9,8 +9,7 @@ from batonpb import decode_pb2 as pb
 from baton.types.errors import CancelledError_
 from baton.wire.tokens import pack_tokens
 from decode_worker.parts import WorkerParts
-from decode_worker.service import DecodeService
-from decode_worker.tombstones import KEEP_NS, MAX_TOMBSTONES, Tombstones
+from decode_worker.service import KEEP_NS, MAX_TOMBSTONES, DecodeService, Tombstones
 from tests.workers.harness import MiniRouter, routed, worker_here, workers
 
 PROMPT = list(range(3, 203))

@@ -14,7 +14,7 @@ from baton.types import events as ev
 from baton.types.params import SampledToken
 from baton.wire.tokens import pack_tokens, unpack_tokens
 from decode_worker.request import DecodeRequest
-from decode_worker.session import MAX_FRAME_BYTES, LoadReport, RouterSession, StepCounter
+from decode_worker.session import MAX_FRAME_BYTES, LoadReport, RouterSession
 
 TOKENS = 100_000
 
@@ -54,7 +54,7 @@ async def test_a_long_answer_is_resumed_in_frames_that_grpc_takes() -> None:
     request._on_report(ev.Ended("a", "", ""))
     got, finish, sizes = [], "", []
     async with asyncio.timeout(20):
-        async for frame in session.frames(stream, StepCounter()):
+        async for frame in session.frames(stream, lambda: 0):
             sizes.append(frame.ByteSize())
             for run in frame.tokens:
                 assert run.index == len(got)
@@ -85,7 +85,7 @@ async def test_tokens_join_the_run_before_them_while_the_router_is_behind() -> N
             )
             session.tokens(request, new)
 
-    frames = session.frames(stream, StepCounter())
+    frames = session.frames(stream, lambda: 0)
     runs = []
     for steps in (range(5), (5, 7), (8, 9, 10)):  # the seventh token is missing
         for index in steps:
@@ -105,7 +105,7 @@ async def test_a_worker_that_has_nothing_new_says_so_once_a_second() -> None:
     stream = session.connected()
 
     async def read() -> None:
-        async for frame in session.frames(stream, StepCounter()):
+        async for frame in session.frames(stream, lambda: 0):
             taken.append(frame)  # noqa: PERF401 - seen while it goes on
 
     reading = asyncio.create_task(read())

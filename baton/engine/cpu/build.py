@@ -9,7 +9,9 @@ from collections.abc import Callable
 import torch
 
 from baton.control_groups import usable_cpus
-from baton.engine.core.model_runner import ModelInfo
+from baton.engine.core.model_runner import ModelInfo, ModelRunner
+from baton.engine.core.speculative.draft_proposer import DraftProposer
+from baton.engine.core.speculative.proposers import Speculation
 from baton.engine.cpu.attention import AttentionTiling
 from baton.engine.cpu.cores import SharedCores, cores_file
 from baton.engine.cpu.decoder import Decoder
@@ -21,13 +23,15 @@ from baton.engine.cpu.parallel.selftest import prepare_ranks
 from baton.engine.cpu.parallel.shard import lead
 from baton.engine.cpu.runner import CpuRunner
 from baton.engine.cpu.selftest import attention_tiling, numerics_id, verify_exact
-from baton.engine.loading.memory import pool_geometry
+from baton.engine.ipc import own_pool
+from baton.engine.loading.memory import kv_geometry, pool_geometry
 from baton.engine.loading.weights import Progress
 from baton.engine.numerics import DTYPES, numerics_of
 from baton.engine.sampling.grammars import Grammars
 from baton.engine.settings import EngineSettings
-from baton.model.artifact import ModelArtifact, ModelError
+from baton.model.artifact import ModelArtifact, ModelError, resolve_model
 from baton.telemetry.process_memory import give_back
+from baton.text.vocabulary_match import check_same_vocabulary
 from baton.types.geometry import KvGeometry
 
 _LOG = logging.getLogger(__name__)
@@ -131,3 +135,31 @@ def _in_tenths(progress: Callable[[str], None]) -> Progress:
             progress(f"{_STAGES[stage]} weights: {10 * tenth} %")
 
     return report
+
+
+def build_draft(
+    settings: EngineSettings, main_runner: ModelRunner, progress: Callable[[str], None]
+) -> Speculation:
+    """Load the draft model that the settings name, beside the main one.
+
+    Its KV pool has as many blocks as the main pool, of the draft model's size. It follows the same
+    grammars, and has no adapters.
+
+    Raises:
+        ModelError: It cannot be loaded, or its vocabulary differs from the main model's.
+        NumericsSetupError: ``exact`` is impossible for it on this machine.
+    """
+    progress(f"loading the draft model {settings.speculation.draft}")
+    draft = resolve_model(settings.speculation.draft)
+    main = resolve_model(settings.model)
+    check_same_vocabulary(main, draft)
+    numerics = numerics_of(settings.numerics)
+    with torch.inference_mode():
+        model = load_model(draft, settings.dtype, numerics)
+        tiling = attention_tiling(draft.config, settings.dtype, numerics)
+    geometry = kv_geometry(draft.config, settings.dtype, main_runner.geometry.num_blocks)
+    pool = own_pool(geometry)
+    grammars = main_runner.grammars if isinstance(main_runner, CpuRunner) else None
+    stops = main.config.eos_token_ids
+    runner = CpuRunner(model, pool, geometry, tiling, stops, grammars=grammars)
+    return Speculation(DraftProposer(runner), settings.speculation.tokens)

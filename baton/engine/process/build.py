@@ -121,7 +121,7 @@ def _speculation(
         return None
     if mode == "ngram":
         return Speculation(NgramProposer(), settings.speculation.tokens)
-    from baton.engine.cpu.build_draft import build_draft
+    from baton.engine.cpu.build import build_draft
 
     return build_draft(settings, main, progress)
 

@@ -16,8 +16,7 @@ import msgspec
 from baton.engine.core.split import rank_geometries
 from baton.engine.ipc import control_sockets, map_pool, pool_file
 from baton.engine.process import messages
-from baton.engine.process.taken_engine import TakenEngine, take_engine
-from baton.engine.process.thread import EngineThread
+from baton.engine.process.own_process import EngineThread, TakenEngine, take_engine
 from baton.engine.settings import ENGINE_MODULES, EngineSettings
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.tasks import BackgroundTasks

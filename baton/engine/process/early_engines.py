@@ -23,8 +23,8 @@ import msgspec
 
 from baton.engine.ipc import control_sockets, pool_file
 from baton.engine.parent import die_with_parent
+from baton.engine.process.own_process import EarlyEngine
 from baton.engine.process.step_loop import run
-from baton.engine.process.taken_engine import EarlyEngine
 
 _UNTAKEN_S = 120.0  # without a worker; then the engines that none has taken end
 

@@ -26,8 +26,8 @@ from baton.engine.parent import die_with_parent
 from baton.engine.process import messages
 from baton.engine.process.adapter_loader import AdapterLoader
 from baton.engine.process.build import BuiltEngine, build_engine
-from baton.engine.process.shared_tier import OtherBlocks
 from baton.engine.process.tier_copier import Erased, TierCopier
+from baton.engine.process.tier_shelves import OtherBlocks
 from baton.engine.sampling.grammars import GrammarCompileQueue
 from baton.engine.settings import EngineSettings
 from baton.types import events as ev

@@ -15,8 +15,15 @@ import msgspec
 import numpy as np
 
 from baton.engine.core.tiers.tiers import POOL, Copied, TierCopy
-from baton.engine.process.shared_tier import FolderWatch, OtherBlocks, OtherFolders
-from baton.engine.process.tier_shelves import BlockGoneError, Bytes, DamagedError, Shelf
+from baton.engine.process.tier_shelves import (
+    BlockGoneError,
+    Bytes,
+    DamagedError,
+    FolderWatch,
+    OtherBlocks,
+    OtherFolders,
+    Shelf,
+)
 from baton.types.geometry import KvGeometry
 
 _LOG = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from baton.control_groups import usable_cpus
 from baton.engine.vllm.interpreter import vllm_version
 from baton.model.locate import HUB_CHECK_S, HubSilentError
 from baton.types.geometry import BLOCK_TOKENS
-from fleet.host_limits import available_memory, open_files
 from fleet.local.redis_server import server_program
 from fleet.local.state import FleetState, load_all
+from fleet.pools.checks.probe import available_memory, open_files
 from fleet.pools.resources import engine_settings
 
 _LEAST_MEMORY_GIB = 4
@@ -61,18 +61,13 @@ def claim_port(host: str, port: int) -> int:
 
 def claim_socket(host: str, port: int) -> socket.socket:
     """Return a socket that listens on ``port``, or on a free port for 0."""
-    version6 = ":" in host
-    held = socket.socket(socket.AF_INET6 if version6 else socket.AF_INET)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        if version6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        held.bind((host, port))
-        held.listen(BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        held.close()
+        why = str(error.strerror).partition(" (while")[0]  # the address follows
         other = "set another port with BATON_PORT=N or `port:` in the fleet file"
-        problem = f"cannot listen on port {port} of {host} ({error.strerror})"
+        problem = f"cannot listen on port {port} of {host} ({why})"
         fleet = _fleet_on(port)
         if fleet is not None:
             raise PortTakenError(
@@ -83,7 +78,6 @@ def claim_socket(host: str, port: int) -> socket.socket:
         raise PortTakenError(
             f"{problem}{f': used by {owner}' if owner else ''}; stop that process, or {other}"
         ) from error
-    return held
 
 
 def _fleet_on(port: int) -> FleetState | None:
@@ -306,7 +300,7 @@ def _speed(config: FleetConfig) -> str:
     if config.pools.engine.external is not None:
         return f"not measured: the engine is {config.pools.engine.external}"
     from baton.engine.cpu.native.library import choose_native, description
-    from baton.engine.selfcheck.quick import NoPeerError, measure
+    from baton.engine.selfcheck import NoPeerError, measure
 
     choose_native(config.numerics.native)
     try:

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import os
+import resource
 import shutil
 import sys
 import time
@@ -14,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from baton.config.fleet_file import EMBEDDED, FleetConfig
+from baton.control_groups import free_memory_bytes, usable_cpus
 from baton.types.errors import BatonError
-from fleet.host_limits import available_memory, open_files
 from fleet.pools.checks.findings import Cell, MeasuredEdge, NodeReport
 
 ROOT = Path(__file__).parents[3]
@@ -25,6 +26,7 @@ _SEND_S = 0.4  # per edge
 _CHUNK = bytes(256 * 1024)
 _LEAST_FREE_GIB = 1.0
 _LEAST_MEMORY_GIB = 2.0
+_LEAST_FILES = 1024
 
 
 class NodeProbe:
@@ -218,3 +220,19 @@ async def _send(address: str, port: int) -> float:
         raise OSError("connection lost") from error
     finally:
         await _hang_up(writer)
+
+
+def available_memory(least_gib: float) -> str:
+    """Return the available memory as text."""
+    gib = free_memory_bytes() / 2**30
+    if gib < least_gib:
+        raise RuntimeError(f"{gib:.1f} GiB available, at least {least_gib:g} GiB needed")
+    return f"{gib:.1f} GiB available, {usable_cpus()} cores"
+
+
+def open_files() -> str:
+    """Return the limit of open files as text."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _LEAST_FILES:
+        raise RuntimeError(f"limit {soft}, at least {_LEAST_FILES} needed: `ulimit -n {hard}`")
+    return f"limit {soft}"

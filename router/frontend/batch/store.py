@@ -22,7 +22,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from baton.config.batch import BatchConfig
+from baton.config.clients import BatchConfig
 from baton.folders import make_private, replace_file
 from baton.types.errors import InvalidRequestError, PayloadTooLargeError
 from router.frontend.batch.record import BatchRecord

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.core.charges import divided
+from baton.engine.core.core import divided
 from baton.engine.core.sequence import Kind
 from baton.types import events as ev
 from tests.engine.core.test_scheduler import make_core, request

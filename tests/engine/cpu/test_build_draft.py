@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.engine.core.speculative.proposers import SpeculationSettings
-from baton.engine.cpu.build_draft import build_draft
+from baton.engine.cpu.build import build_draft
 from baton.engine.settings import EngineSettings
 from baton.model.artifact import ModelArtifact, ModelError, resolve_model
 from baton.text.tokenizer import load_tokenizer

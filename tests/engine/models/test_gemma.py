@@ -11,7 +11,7 @@ from baton.engine.llm import LLM
 from baton.engine.loading.open import load_weights
 from baton.engine.models.families import weight_table
 from baton.engine.models.rope import unpair_rows
-from baton.engine.selfcheck.quick import ReadBound
+from baton.engine.selfcheck import ReadBound
 from baton.model.artifact import ModelArtifact
 from tests.engine.conftest import GEMMA
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from baton.engine.process.client import EngineClient
-from baton.engine.process.taken_engine import SOCKET_VARIABLE, EarlyEngine
+from baton.engine.process.own_process import SOCKET_VARIABLE, EarlyEngine
 from baton.engine.settings import EngineSettings
 
 SETTINGS = EngineSettings(model="emulated", kv_blocks=8, threads=1)

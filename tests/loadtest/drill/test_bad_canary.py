@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
-from loadtest.drill import bad_canary as drill
+from loadtest.drill import faults as drill
 from loadtest.drill.damage import MATRIX, damage
 from loadtest.drill.fleet import DrillError, DrillFaultError
-from loadtest.drill.verdict import InjectedFault, SentLoad, judge
+from loadtest.drill.verdict import DrillRun, judge
 from tests.loadtest.drill.test_verdict import GOLDEN, ended, worker
 
 
@@ -80,18 +80,11 @@ async def test_a_fleet_without_a_damaged_copy_has_no_such_drill() -> None:
 
 def test_answers_of_the_copy_are_allowed_only_until_the_routes_have_changed() -> None:
     records = [ended(0), ended(1, answer="of the copy", sent_s=3.0)]
-    load = SentLoad(planned=[0, 1], records=records)
 
     def faults(other_until_s: float) -> list[str]:
-        fault = InjectedFault(
-            drill="d",
-            what_was_done="",
-            at_s=9.0,
-            may_fail=False,
-            recovery_limit_s=5.0,
-            other_until_s=other_until_s,
-        )
-        return judge(fault, load, GOLDEN, [worker()]).faults
+        run = DrillRun([0, 1], records, fault_s=9.0, other_until_s=other_until_s)
+        found = judge("d", run, GOLDEN, [worker()], may_fail=False, recovery_limit_s=5.0)
+        return found.faults
 
     assert faults(4.0) == []
     assert "WRONG TOKENS" in faults(2.0)[0]

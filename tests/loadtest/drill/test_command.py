@@ -11,7 +11,7 @@ from loadtest.commands.options import LocalFleet
 from loadtest.drill.fleet import DrillError
 from loadtest.drill.overload import judge_overload
 from loadtest.drill.runner import DrillOptions
-from loadtest.drill.verdict import SentLoad
+from loadtest.drill.verdict import DrillRun
 from tests.loadtest.drill import test_overload as overload
 from tests.loadtest.drill.test_verdict import GOLDEN, ended, worker
 from tests.loadtest.tiny_server import tiny_server
@@ -35,8 +35,8 @@ def typed(monkeypatch, tmp_path):
             async def run(self, name: str):
                 assert name == "overload"
                 return judge_overload(
-                    SentLoad(
-                        planned=range(overload.PLAN.request_count),
+                    DrillRun(
+                        planned=list(range(overload.PLAN.request_count)),
                         records=overload.load(**{"3 x": good_per_s}),
                     ),
                     overload.PHASES,
@@ -84,8 +84,8 @@ def test_ctrl_c_keeps_the_drills_that_have_ended(monkeypatch, tmp_path):
             if name != "overload":
                 raise KeyboardInterrupt
             return judge_overload(
-                SentLoad(
-                    planned=range(overload.PLAN.request_count),
+                DrillRun(
+                    planned=list(range(overload.PLAN.request_count)),
                     records=overload.load(**{"3 x": 2.0}),
                 ),
                 overload.PHASES,

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from loadtest.drill import links
+from loadtest.drill import faults as links
 
 PROGRAM = """
 import asyncio, json, socket, subprocess, sys, time
-from loadtest.drill import links
+from loadtest.drill import faults as links
 
 MB = 1_000_000
 

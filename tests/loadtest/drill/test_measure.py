@@ -7,8 +7,8 @@ import pytest
 from loadtest.client.records import ServerOptions
 from loadtest.client.server import ServerError
 from loadtest.drill.fleet import DrillError, FleetView
-from loadtest.drill.measure import alone_s, held_rate, send_phases
 from loadtest.drill.phases import GoodLimits, LoadPhase, PhaseFigures, figures_of
+from loadtest.drill.runner import alone_s, held_rate, send_phases
 from tests.loadtest.drill.test_verdict import worker
 from tests.loadtest.metrics.test_metrics import record
 from tests.loadtest.tiny_server import Stream, tiny_server, words

@@ -5,7 +5,7 @@ import pytest
 from loadtest.client.records import CallRecord
 from loadtest.drill.overload import judge_overload, overload_phases, recovery_s
 from loadtest.drill.phases import GoodLimits, phased_plan
-from loadtest.drill.verdict import DrillOutcome, SentLoad
+from loadtest.drill.verdict import DrillOutcome, DrillRun
 from tests.loadtest.drill.test_verdict import GOLDEN, ended, worker
 from tests.loadtest.metrics.test_metrics import record
 
@@ -52,7 +52,7 @@ def load(**capacity: float) -> list[CallRecord]:
 
 def judged(records, probes=(), workers=()) -> DrillOutcome:
     return judge_overload(
-        SentLoad(planned=range(PLAN.request_count), records=records),
+        DrillRun(planned=list(range(PLAN.request_count)), records=records),
         PHASES,
         LIMITS,
         probes=probes or [ended(0), ended(1)],

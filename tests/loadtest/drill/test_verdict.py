@@ -5,8 +5,7 @@ import pytest
 
 from loadtest.drill.verdict import (
     DrillOutcome,
-    InjectedFault,
-    SentLoad,
+    DrillRun,
     ShownWorker,
     judge,
     recovery_s,
@@ -28,11 +27,9 @@ def ended(index: int, **changes: object):
 
 
 def verdict(records, workers=(), *, may_fail: bool = False, fault_s: float = 9.0) -> DrillOutcome:
-    fault = InjectedFault(
-        drill="d", what_was_done="", at_s=fault_s, may_fail=may_fail, recovery_limit_s=5.0
-    )
-    load = SentLoad(planned=[0, 1], records=records)
-    return judge(fault, load, GOLDEN, workers or [worker()])
+    run = DrillRun(planned=[0, 1], records=records, fault_s=fault_s)
+    workers = workers or [worker()]
+    return judge("d", run, GOLDEN, workers, may_fail=may_fail, recovery_limit_s=5.0)
 
 
 def test_all_well():

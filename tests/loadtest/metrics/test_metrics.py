@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtest.client.records import CallRecord, ClientReport, End
+from loadtest.comparison import interval
 from loadtest.metrics import request_figures as figures
-from loadtest.metrics.confidence import interval
 from loadtest.metrics.summary import Distribution, LatencyGoals, parse_slo, summarise
 
 

@@ -19,11 +19,9 @@ from baton.engine.emulated_timing import EPYC_135M
 from baton.planner.state import Resize
 from baton.types.slo import Slo as RequestSlo
 from fleet.cli.main import app
-from loadtest.simulator.clock import VirtualClock
-from loadtest.simulator.goodput import Goodput, goodput
-from loadtest.simulator.network import CONTROL_NS, LINKS, Network
+from loadtest.simulator.network import CONTROL_NS, LINKS, Network, VirtualClock
 from loadtest.simulator.policies import FLEET
-from loadtest.simulator.report import SimulationSlo, as_json, bound_share, figures
+from loadtest.simulator.report import Goodput, SimulationSlo, as_json, bound_share, figures, goodput
 from loadtest.simulator.setup import Setup
 from loadtest.simulator.simulation import Simulation
 from loadtest.simulator.worker import SimulatedWorker

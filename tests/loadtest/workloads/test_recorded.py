@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from loadtest.cli import app
 from loadtest.results.files import read_results
-from loadtest.workloads.recorded import is_recorded, recorded_plan
+from loadtest.workloads.replay import is_recorded, recorded_plan
 from loadtest.workloads.traces import TraceError
 from tests.loadtest.tiny_server import tiny_server
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from baton.config.batch import BatchConfig
-from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
+from baton.config.clients import ApiKeyConfig, BatchConfig, ClientLimitsConfig
 from router.frontend.batch.lines import LOWEST_PRIORITY, LineRequest, read_line
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import BatchStore

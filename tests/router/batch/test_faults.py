@@ -11,7 +11,7 @@ from tempfile import SpooledTemporaryFile
 
 import pytest
 
-from baton.config.batch import BatchConfig
+from baton.config.clients import BatchConfig
 from router.frontend.batch import runner, store
 from router.frontend.batch.lines import LineFault, read_line
 from router.frontend.batch.record import BatchRecord

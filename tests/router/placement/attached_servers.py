@@ -24,8 +24,8 @@ from baton.types.geometry import BLOCK_TOKENS, context_tokens
 from baton.types.params import SamplingParams
 from baton.wire.worker_status import engine_status
 from benchmarks.placement import fleet
-from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.index_feed import IndexFeed
+from loadtest.simulator.network import VirtualClock
 from router.request import GenerationRequest
 from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_index import PrefixIndex

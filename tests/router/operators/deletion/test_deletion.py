@@ -8,8 +8,7 @@ import time
 import httpx
 import pytest
 
-from baton.config.batch import BatchConfig
-from baton.config.clients import ApiKeyConfig
+from baton.config.clients import ApiKeyConfig, BatchConfig
 from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.tenants.erasures import Erasures
 from baton.tenants.tenants_file import TenantsFile

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.batch import BatchConfig
+from baton.config.clients import BatchConfig
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import BatchStore
 from router.frontend.operators.deletion import local

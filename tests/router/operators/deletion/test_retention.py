@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.batch import BatchConfig
-from baton.config.clients import ApiKeyConfig
+from baton.config.clients import ApiKeyConfig, BatchConfig
 from baton.config.logs import LogsConfig
 from baton.registry.stored_responses import StoredResponses, StoreLimits
 from router.frontend.batch.record import BatchRecord

@@ -1,9 +1,10 @@
-"""An engine that was started before its worker, on the worker's side; see ``early_engines``."""
+"""Engines of a worker that asyncio has not started: one that it takes, and one in a thread."""
 
 import asyncio
 import os
 import signal
 import socket
+import threading
 from contextlib import suppress
 
 import msgspec
@@ -23,21 +24,33 @@ class EarlyEngine(msgspec.Struct, frozen=True):
     log: str
 
 
-class TakenEngine:
-    """An engine that this worker has taken; the interface of ``asyncio.subprocess.Process``."""
+class _OwnProcess:
+    """Interface of ``asyncio.subprocess.Process`` of an engine that asyncio has not started."""
 
-    def __init__(self, pid: int, connection: socket.socket) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
-        connection.setblocking(False)
-        self._loop.add_reader(connection, self._note_end)
 
     async def wait(self) -> int:
-        """Return the exit code once the process has ended; negative: the signal."""
+        """Return the exit code once the engine has ended; negative: the signal."""
         return await asyncio.shield(self._ended)
+
+    def _note_code(self, code: int) -> None:
+        self.returncode = code
+        if not self._ended.done():
+            self._ended.set_result(code)
+
+
+class TakenEngine(_OwnProcess):
+    """An engine that was started before this worker, which has taken it; see ``early_engines``."""
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        super().__init__(pid)
+        self._connection = connection
+        connection.setblocking(False)
+        self._loop.add_reader(connection, self._note_end)
 
     def kill(self) -> None:
         """Kill the process, if it has not ended."""
@@ -51,8 +64,45 @@ class TakenEngine:
             code = int(self._connection.recv(16))
         self._loop.remove_reader(self._connection)
         self._connection.close()
-        self.returncode = code
-        self._ended.set_result(code)
+        self._note_code(code)
+
+
+class EngineThread(_OwnProcess):
+    """Step loop in a thread of the shell, for emulated engines, which mostly sleep.
+
+    It ends after ``Stop``, or when the other end of its socket closes. ``control``, its end of the
+    socket pair, is closed with the loop; ``pool_fd`` is duplicated.
+    """
+
+    def __init__(self, settings: EngineSettings, control: socket.socket, pool_fd: int) -> None:
+        super().__init__(os.getpid())
+        self._control = control
+        arguments = (settings, os.dup(pool_fd))
+        self._thread = threading.Thread(
+            target=self._run, args=arguments, daemon=True, name="step loop"
+        )
+        self._thread.start()
+
+    def kill(self) -> None:
+        """End the loop after its current step."""
+        with suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+
+    def _run(self, settings: EngineSettings, pool_fd: int) -> None:
+        code = 1
+        try:
+            from baton.engine.process.step_loop import run  # only needed for emulated engines
+
+            code = run(settings, self._control, pool_fd)
+        finally:
+            os.close(pool_fd)
+            self._control.close()
+            with suppress(RuntimeError):  # the event loop has ended first
+                self._loop.call_soon_threadsafe(self._note_end, code)
+
+    def _note_end(self, code: int) -> None:
+        self._thread.join()  # this call was its last act
+        self._note_code(code)
 
 
 async def take_engine(

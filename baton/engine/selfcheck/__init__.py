@@ -1,1 +1,0 @@
-"""Measurement of this host's engine for `baton doctor`."""

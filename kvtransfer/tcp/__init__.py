@@ -1,1 +1,0 @@
-"""KV over separate TCP connections, without gRPC."""
