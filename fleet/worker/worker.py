@@ -64,7 +64,7 @@ _POLL_S = 0.05
 FRACTION = 0.05
 MANY_NS = 3_000_000_000  # limit with more than FRACTION of the pool in quarantine
 LONG_NS = 30_000_000_000
-_ERASE_EVERY_S = 1.0
+_ERASE_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
