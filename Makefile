@@ -93,7 +93,7 @@ test-clients: $(VENV)/.dev ## test common API clients, each in its own environme
 
 test-vllm: $(VENV)/.dev ## test a fleet of real vLLM workers; its environment takes 3.5 GB in ~/.cache/baton
 	@$(BIN)/python -m tests.vllm.environment
-	$(PYTEST) -q tests/vllm/test_fleet.py tests/vllm/test_adapters.py tests/vllm/test_attached.py tests/vllm/test_baton_hand_off.py tests/vllm/test_flags.py tests/vllm/test_images.py tests/vllm/test_versions.py tests/vllm/test_tiers.py
+	$(PYTEST) -q tests/vllm/test_fleet.py tests/vllm/test_adapters.py tests/vllm/test_attached.py tests/vllm/test_data_parallel.py tests/vllm/test_baton_hand_off.py tests/vllm/test_flags.py tests/vllm/test_images.py tests/vllm/test_versions.py tests/vllm/test_tiers.py
 
 test-vllm-hand-off: $(VENV)/.dev ## test KV hand-offs by NIXL and by Baton between vLLM workers, and kills of each process
 	@$(BIN)/python -m tests.vllm.environment
