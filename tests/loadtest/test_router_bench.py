@@ -111,7 +111,7 @@ def test_medians_are_of_each_number_alone():
 
 @pytest.mark.slow
 def test_a_router_is_measured():
-    with baton(ROOT, 2, 0.01) as side:
+    with baton(ROOT, 2, 0.01, 1) as side:
         figures = measure("baton", side, Shape(20, 16), Demand(clients=4), seconds=2)
         slow = measure("baton", side, Shape(20, 16), Demand(rate_per_s=10), seconds=4)
     assert slow.failed == 0
