@@ -159,7 +159,7 @@ class ServerWatch:
             polls += 1
             try:
                 compares = asked or not polls % _IDENTITY_POLLS
-                anew = compares or silent > 0  # others may listen there, or nobody
+                anew = compares or silent > 0  # a kept connection shows no replaced server
                 await self._origin.fetch("GET", "/health", _ANSWER_S, anew=anew)
                 alive()
                 if compares:

@@ -88,7 +88,7 @@ def test_what_has_ended_or_is_computed_waits_no_more() -> None:
         ranks.prefixes.computed(request)
     assert [ranks.send(prompt_of(60_000 + 1000 * number, 64))[1] for number in range(3)] == [0] * 3
     again, rank = ranks.send(prompt_of(90_000, 9 * LONG), Kind.REMOTE)
-    assert rank == 0  # its KV comes from another worker, so it delays nobody
+    assert rank == 0  # its KV comes from another worker, so no prompt waits for it
     assert ranks.send(prompt_of(91_000, 64))[1] == 0
     ranks.prefixes.ended(again)
 
