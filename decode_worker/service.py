@@ -51,7 +51,7 @@ _MEASURED: tuple[Any, ...] = (  # fields of a report that each probe changes
     "decode_row_s",
     "decode_context_s",
 )
-KEEP_NS = 60_000_000_000
+TOMBSTONE_NS = 60_000_000_000
 MAX_TOMBSTONES = 4096
 
 Key = tuple[str, int]  # request, attempt
@@ -353,6 +353,6 @@ class Tombstones:
         """Remove tombstones that have expired."""
         while self._graves:
             key, (buried_ns, _) = next(iter(self._graves.items()))
-            if now_ns - buried_ns < KEEP_NS:
+            if now_ns - buried_ns < TOMBSTONE_NS:
                 return
             del self._graves[key]

@@ -61,9 +61,9 @@ GIVES_S = 0.5
 """Time that workers which resume requests have to pull KV from the cache here."""
 
 _POLL_S = 0.05
-FRACTION = 0.05
-MANY_NS = 3_000_000_000  # limit with more than FRACTION of the pool in quarantine
-LONG_NS = 30_000_000_000
+MANY_QUARANTINED = 0.05  # of the blocks of a pool
+MANY_QUARANTINED_NS = 3_000_000_000  # limit with more than these
+QUARANTINED_NS = 30_000_000_000
 _ERASE_EVERY_S = 2.0
 
 
@@ -298,8 +298,8 @@ class QuarantineWatch:
             self._since_ns = now_ns
         if not self._oldest:
             return False
-        many = load.blocks.quarantined > FRACTION * load.blocks.total
-        return now_ns - self._since_ns > (MANY_NS if many else LONG_NS)
+        many = load.blocks.quarantined > MANY_QUARANTINED * load.blocks.total
+        return now_ns - self._since_ns > (MANY_QUARANTINED_NS if many else QUARANTINED_NS)
 
 
 async def drained(

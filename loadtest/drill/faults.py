@@ -21,14 +21,18 @@ _FROZEN_S = 20.0
 _ROLL_LIMIT_S = 400.0
 _TURNS = 3
 _TURN_GAP_S = 1.5
-_SUFFIX = "-damaged"
-_SHARE = 0.5
-_TRAFFIC_S = 3.0
-_LIMIT_S = 10.0
-_LIMIT_REQUESTS = 20
+_DAMAGED_SUFFIX = "-damaged"
+_CANARY_SHARE = 0.5
+_CANARY_TRAFFIC_S = 3.0
+_ROLLBACK_LIMIT_S = 10.0
+_ROLLBACK_LIMIT_REQUESTS = 20
 _POLL_S = 0.05
-_GOLDEN = ("Once upon a time, there was", "The capital of France is", "One, two, three, four,")
-_SCRIPT = 'nft -f - <<< "$1" && echo ready && { cat >/dev/null; nft delete table inet "$2"; }'
+_GOLDEN_PROMPTS = (
+    "Once upon a time, there was",
+    "The capital of France is",
+    "One, two, three, four,",
+)
+_NFT_SCRIPT = 'nft -f - <<< "$1" && echo ready && { cat >/dev/null; nft delete table inet "$2"; }'
 
 
 class Scene(NamedTuple):
@@ -151,7 +155,7 @@ async def bad_canary(fleet: FleetView) -> str:
         DrillFaultError: The copy got requests, or was not rolled back in time.
     """
     name = await model_with_copy(fleet)
-    copy = f"{name}{_SUFFIX}"
+    copy = f"{name}{_DAMAGED_SUFFIX}"
     try:
         return await _drill(fleet, name, copy)
     finally:
@@ -166,20 +170,20 @@ async def model_with_copy(fleet: FleetView) -> str:
         DrillError: There is none.
     """
     models: list[str] = [model["name"] for model in (await fleet.models())["models"]]
-    pairs = [name for name in models if f"{name}{_SUFFIX}" in models]
+    pairs = [name for name in models if f"{name}{_DAMAGED_SUFFIX}" in models]
     if not pairs:
         raise DrillError(
-            f"the fleet serves no model NAME with a damaged copy NAME{_SUFFIX}: "
+            f"the fleet serves no model NAME with a damaged copy NAME{_DAMAGED_SUFFIX}: "
             "see `python -m loadtest.drill.damage --help`"
         )
     return pairs[0]
 
 
 async def _drill(fleet: FleetView, name: str, copy: str) -> str:
-    canary: dict[str, Any] = {"verb": "canary", "name": name, "model": copy, "share": _SHARE}
+    canary: dict[str, Any] = {"verb": "canary", "name": name, "model": copy, "share": _CANARY_SHARE}
     golden = [
         {"name": f"prompt {index}", "prompt": text, "same_as": name}
-        for index, text in enumerate(_GOLDEN)
+        for index, text in enumerate(_GOLDEN_PROMPTS)
     ]
     gate = {"verb": "gate", "name": copy}
     await fleet.change_models({**gate, "golden": golden})
@@ -188,7 +192,7 @@ async def _drill(fleet: FleetView, name: str, copy: str) -> str:
     await fleet.change_models({**gate, "golden": []})
     if problem := await fleet.change_models(canary):
         raise DrillError(f"canary without golden prompts: {problem}")
-    await asyncio.sleep(_TRAFFIC_S)
+    await asyncio.sleep(_CANARY_TRAFFIC_S)
     before = _requests(await fleet.models(), name)
     began_s = time.monotonic()
     await fleet.change_models({**gate, "golden": golden})
@@ -200,12 +204,13 @@ async def _drill(fleet: FleetView, name: str, copy: str) -> str:
         if entry.get("thrown_out"):
             break
         after = _requests(state, name)
-        if took_s > _LIMIT_S and after - before > _LIMIT_REQUESTS:
+        if took_s > _ROLLBACK_LIMIT_S and after - before > _ROLLBACK_LIMIT_REQUESTS:
             raise DrillFaultError(f"{copy} is still a canary after {took_s:.1f} s")
         await asyncio.sleep(_POLL_S)
     return (
-        f"{copy} was refused before traffic; with {percent(_SHARE, 0)} of the traffic it was "
-        f"rolled back after {took_s:.1f} s and {after - before} of its requests: {entry['reason']}"
+        f"{copy} was refused before traffic; with {percent(_CANARY_SHARE, 0)} of the traffic it "
+        f"was rolled back after {took_s:.1f} s and {after - before} of its requests: "
+        f"{entry['reason']}"
     )
 
 
@@ -249,7 +254,7 @@ async def rules(body: str) -> AsyncIterator[None]:
     chain = f"chain in {{ type filter hook input priority 0; {body}; }};"
     table = f"table inet {name} {{ {chain} }}"
     shell = await asyncio.create_subprocess_exec(
-        "bash", "-c", _SCRIPT, "drill", table, name, stdin=PIPE, stdout=PIPE, stderr=PIPE
+        "bash", "-c", _NFT_SCRIPT, "drill", table, name, stdin=PIPE, stdout=PIPE, stderr=PIPE
     )
     assert shell.stdin is not None and shell.stdout is not None and shell.stderr is not None
     try:

@@ -2,7 +2,7 @@
 
 from baton.types.events import StepDone
 from baton.types.pool_counts import BlockCounts
-from fleet.worker.worker import LONG_NS, MANY_NS, QuarantineWatch
+from fleet.worker.worker import MANY_QUARANTINED_NS, QUARANTINED_NS, QuarantineWatch
 
 LOOK_NS = 500_000_000
 
@@ -27,6 +27,6 @@ def test_a_minute_of_ordinary_turnover_ends_no_worker() -> None:
 
 
 def test_a_reservation_that_never_drains_ends_it_sooner_if_it_is_large() -> None:
-    assert looks(QuarantineWatch(), [load(7, 3)] * 120) == LONG_NS // LOOK_NS + 1
-    assert looks(QuarantineWatch(), [load(7, 20)] * 120) == MANY_NS // LOOK_NS + 1
+    assert looks(QuarantineWatch(), [load(7, 3)] * 120) == QUARANTINED_NS // LOOK_NS + 1
+    assert looks(QuarantineWatch(), [load(7, 20)] * 120) == MANY_QUARANTINED_NS // LOOK_NS + 1
     assert looks(QuarantineWatch(), [load(0, 0)] * 120) is None

@@ -9,7 +9,7 @@ from batonpb import decode_pb2 as pb
 from baton.types.errors import CancelledError_
 from baton.wire.tokens import pack_tokens
 from decode_worker.parts import WorkerParts
-from decode_worker.service import KEEP_NS, MAX_TOMBSTONES, DecodeService, Tombstones
+from decode_worker.service import MAX_TOMBSTONES, TOMBSTONE_NS, DecodeService, Tombstones
 from tests.workers.harness import MiniRouter, routed, worker_here, workers
 
 PROMPT = list(range(3, 203))
@@ -89,9 +89,9 @@ def test_tombstones_are_bounded_in_number_and_time() -> None:
     assert graves.find(("r9", 1)) is None
     assert graves.find(("r10", 1)) is not None
     assert graves.find(("r10", 2)) is None
-    graves.tick(KEEP_NS + 10)
+    graves.tick(TOMBSTONE_NS + 10)
     assert len(graves) == MAX_TOMBSTONES - 1
-    graves.tick(KEEP_NS + 10**6)
+    graves.tick(TOMBSTONE_NS + 10**6)
     assert len(graves) == 0
 
 

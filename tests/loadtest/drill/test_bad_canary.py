@@ -47,8 +47,8 @@ class View:
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    monkeypatch.setattr(drill, "_TRAFFIC_S", 0.01)
-    monkeypatch.setattr(drill, "_LIMIT_S", 0.05)
+    monkeypatch.setattr(drill, "_CANARY_TRAFFIC_S", 0.01)
+    monkeypatch.setattr(drill, "_ROLLBACK_LIMIT_S", 0.05)
     monkeypatch.setattr(drill, "_POLL_S", 0.01)
 
 
