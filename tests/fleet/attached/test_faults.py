@@ -125,7 +125,8 @@ def test_a_prompt_counts_once_while_it_is_computed_and_not_afterwards(pair: Pair
         for number in range(6):  # so that the speed is known
             pair.fleet.complete(1, list(range(1000 * number, 1000 * number + 300)))
         long = Background(lambda: pair.fleet.complete(1, list(range(10_000, 13_000))))
-        time.sleep(0.7)
+        wait_for(lambda: any(one.running for one in pair.servers), 10)
+        time.sleep(0.6)  # until the next report
         most, least = queues(pair, 20_000)
         assert 2700 < most < 3300 and least < 300
         long.result()
