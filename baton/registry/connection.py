@@ -23,7 +23,8 @@ so their paths must be absolute.
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -48,6 +49,9 @@ from redis.credentials import CredentialProvider
 from redis.exceptions import RedisError
 
 from baton.addresses import join_address
+from baton.telemetry.tasks import BackgroundTasks
+
+Command = tuple[Any, ...]
 
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "unix")
 _TLS_FILES = {"ca_file": "ssl_ca_certs", "cert_file": "ssl_certfile", "key_file": "ssl_keyfile"}
@@ -58,6 +62,8 @@ _SENTINEL_PORT = 26379
 _CONNECT_S = 2.0
 _AGE_S = 300.0  # of a connection, then its name is looked up again
 _SOCKET_PATH_BYTES = 107  # Linux
+_CALL_LIMIT_S = 3.0
+_BEAT_OFFSET_S = random.random()  # processes of a host do not all write at once
 _SENTINEL_S = 0.5  # timeout per Sentinel, so that a dead one leaves time for the others
 
 
@@ -160,6 +166,79 @@ def open_redis(url: str, max_connections: int = 32) -> redis.asyncio.Redis:
             **{"host": host, "port": port, **limits, **target.options, **size},
         )
     return redis.asyncio.Redis.from_pool(pool)
+
+
+class RoundTrips:
+    """Round trips to Redis over one client, made by ``url``.
+
+    With ``joins``, what is sent in one turn of the loop goes in one round trip, which ten workers
+    of a process want. Transactions always go alone.
+
+    Raises:
+        RedisUrlError: The URL cannot be used.
+    """
+
+    def __init__(self, url: str, *, joins: bool = False) -> None:
+        self.client = open_redis(url)
+        self._joins = joins
+        self._tasks = BackgroundTasks("redis")
+        self._waiting: list[tuple[Sequence[Command], asyncio.Future[Sequence[Any]]]] = []
+
+    async def send(self, commands: Sequence[Command], *, atomic: bool) -> Sequence[Any]:
+        """Send commands, and return their answers; raises the errors of redis-py."""
+        if atomic or not self._joins:
+            return await self._execute(commands, atomic=atomic)
+        answered: asyncio.Future[Sequence[Any]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((commands, answered))
+        if len(self._waiting) == 1:
+            self._tasks.spawn(self._send_waiting(), "round trip")
+        return await answered
+
+    async def close(self) -> None:
+        """Close all connections, once what was sent is answered."""
+        await self._tasks.settle(_CALL_LIMIT_S)
+        await self.client.aclose()
+
+    async def _send_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        commands = [command for of_one, _ in waiting for command in of_one]
+        try:
+            answers = await self._execute(commands, atomic=False, raise_on_error=False)
+        except (TimeoutError, RedisError, OSError, RedisUrlError, RuntimeError) as error:
+            answers = [error] * len(commands)
+        each = iter(answers)
+        for of_one, answered in waiting:
+            own = [next(each) for _ in of_one]
+            if answered.done():  # its caller was cancelled
+                continue
+            if errors := [answer for answer in own if isinstance(answer, Exception)]:
+                answered.set_exception(errors[0])
+            else:
+                answered.set_result(own)
+
+    async def _execute(
+        self, commands: Sequence[Command], *, atomic: bool, raise_on_error: bool = True
+    ) -> Sequence[Any]:
+        async with self.client.pipeline(transaction=atomic) as pipe:
+            for command in commands:
+                pipe.execute_command(*command)
+            async with asyncio.timeout(_CALL_LIMIT_S):
+                answers: Sequence[Any] = await pipe.execute(raise_on_error=raise_on_error)
+        return answers
+
+
+def next_beat_s(every_s: float) -> float:
+    """Return when, by the loop's clock, whatever this process does so often is due next.
+
+    It falls into one turn of the loop for all workers of the process.
+    """
+    since_s = asyncio.get_running_loop().time() - _BEAT_OFFSET_S
+    return _BEAT_OFFSET_S + (since_s // every_s + 1) * every_s
+
+
+async def beat(every_s: float) -> None:
+    """Sleep until then."""
+    await asyncio.sleep(next_beat_s(every_s) - asyncio.get_running_loop().time())
 
 
 async def reconnect(client: redis.asyncio.Redis) -> None:

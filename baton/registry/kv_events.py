@@ -6,9 +6,9 @@ handles all errors of Redis.
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Sequence
 
+from baton.registry.connection import next_beat_s
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import EventBatch, Snapshot, hashes_checksum
 from baton.registry.worker_blocks import BATCH_HASHES, CHUNK_HASHES
@@ -157,12 +157,13 @@ class KvEventPublisher:
         await self._tasks.close()
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
         next_refresh_s = 0.0
         while True:
             try:
-                if time.monotonic() >= next_refresh_s:
+                if loop.time() >= next_refresh_s:
                     await self._refresh()
-                    next_refresh_s = time.monotonic() + REFRESH_S
+                    next_refresh_s = next_beat_s(REFRESH_S)
                 await self._flush()
             except RegistryUnavailableError:
                 # The last batch may or may not have taken effect; a snapshot is right either way.
@@ -170,7 +171,7 @@ class KvEventPublisher:
                 await asyncio.sleep(_RETRY_S)
                 continue
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, next_refresh_s - time.monotonic())):
+                async with asyncio.timeout_at(next_refresh_s):
                     await self._wake.wait()
                 await asyncio.sleep(_COALESCE_S)
 

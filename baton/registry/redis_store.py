@@ -37,14 +37,12 @@ Only commands of Redis 6.2 are used. Redis is never on a request's path, so ever
 ``RegistryUnavailableError``, and callers continue without it.
 """
 
-import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from redis.asyncio import Redis
 from redis.exceptions import (
     AskError,
     BusyLoadingError,
@@ -54,16 +52,15 @@ from redis.exceptions import (
     RedisError,
 )
 
-from baton.registry.connection import RedisUrlError, open_redis, reconnect
+from baton.registry.connection import Command, RedisUrlError, RoundTrips, reconnect
 from baton.registry.types import TIERS, WorkerRecord, tier_incarnation
-from baton.registry.worker_blocks import Command, WorkerBlocks, slices
+from baton.registry.worker_blocks import WorkerBlocks, slices
 from baton.types.lanes import whole_fleet
 
 SLOT_TTL_S = 60.0
 WORKER_TTL_S = 10.0
 TICKETS_TTL_S = 24 * 3600
 CHANGES_TTL_S = 24 * 3600
-_CALL_LIMIT_S = 3.0
 
 # Errors of a server that is not, or not yet, the primary, and silence. redis-py has no class for
 # some of them, and a script's error has the code in its text.
@@ -88,12 +85,15 @@ class RegistryUnavailableError(ConnectionError):
 class Registry:
     """Connection to the registry of one fleet. Connects at the first call.
 
+    ``shared`` is a connection of several registries, which ``close`` leaves open.
+
     Raises:
         RedisUrlError: The URL cannot be used.
     """
 
-    def __init__(self, url: str, fleet: str, connection: Redis | None = None) -> None:
-        self._redis = connection or open_redis(url)
+    def __init__(self, url: str, fleet: str, shared: RoundTrips | None = None) -> None:
+        self._is_shared = shared is not None
+        self._round_trips = shared or RoundTrips(url)
         self._skipped: dict[str, str] = {}
         self._read: dict[str, dict[str, tuple[bytes, WorkerRecord]]] = {"slot": {}, "worker": {}}
         self.on_skipped: Callable[[str], None] = lambda _: None
@@ -106,17 +106,18 @@ class Registry:
     def of_whole_fleet(self) -> "Registry":
         """Return the registry of the fleet that a lane belongs to, over the same connections.
 
-        It holds what lanes share: tenants, usage and the audit log. Close only this registry.
+        It holds what lanes share: tenants, usage and the audit log.
         """
         return self.of_lane(whole_fleet(self.fleet))
 
     def of_lane(self, fleet: str) -> "Registry":
         """Return the registry of a lane, ``FLEET.LANE``, over the same connections."""
-        return self if fleet == self.fleet else Registry("", fleet, self._redis)
+        return self if fleet == self.fleet else Registry("", fleet, self._round_trips)
 
     async def close(self) -> None:
-        """Close all connections to Redis."""
-        await self._redis.aclose()
+        """Close all connections to Redis, unless they are shared."""
+        if not self._is_shared:
+            await self._round_trips.close()
 
     async def birth(self) -> bytes:
         """Return the random id of this life of Redis; create it if there is none."""
@@ -265,17 +266,13 @@ class Registry:
             RegistryUnavailableError: Redis did not answer, or refused.
         """
         try:
-            async with self._redis.pipeline(transaction=atomic) as pipe:
-                for command in commands:
-                    pipe.execute_command(*command)
-                async with asyncio.timeout(_CALL_LIMIT_S):
-                    answers: Sequence[Any] = await pipe.execute()
+            answers = await self._round_trips.send(commands, atomic=atomic)
         except (TimeoutError, RedisError, OSError, RedisUrlError, RuntimeError) as error:
             # uvloop reports a closed connection by a RuntimeError, which redis-py passes on.
             self.connected = False
             self.errors += 1
             if isinstance(error, _WRONG_SERVER) or any(code in str(error) for code in _CODES):
-                await reconnect(self._redis)
+                await reconnect(self._round_trips.client)
             raise RegistryUnavailableError(f"Redis: {error}") from error
         self.connected = True
         return answers

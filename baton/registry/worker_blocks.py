@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from baton.registry import event_streams
+from baton.registry.connection import Command
 from baton.registry.event_streams import BOUND, EventStreams, parse_mark, with_log
 from baton.registry.types import HASH_BYTES, INCARNATION_BYTES, EventBatch, Snapshot
 
-Command = tuple[Any, ...]
 _Item = TypeVar("_Item")
 
 KV_TTL_S = 60.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.registry.connection import RedisUrlError
+from baton.registry.connection import RedisUrlError, next_beat_s
 from baton.registry.json_file import keep, kept
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import Role, WorkerRecord, WorkerState
@@ -86,7 +86,7 @@ class Presence:
                     _LOG.warning("serving without the registry: %s", error)
                 self.connected = False
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_S):
+                async with asyncio.timeout_at(next_beat_s(HEARTBEAT_S)):
                     await self._changed.wait()
 
 

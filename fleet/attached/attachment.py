@@ -22,6 +22,7 @@ from baton.engine.process.messages import Ready
 from baton.engine.process.step_rates import StepRates
 from baton.engine.remote.attached import Endpoints, ServerFacts, ServerKind, UnfitServerError
 from baton.engine.remote.http import CONNECT_S, HttpOrigin, unavailable
+from baton.registry.connection import RoundTrips
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import BatonError, UnavailableError
 from baton.types.events import StepDone
@@ -43,6 +44,7 @@ class Attachment:
 
     Args:
         settings: Returns the settings of a worker that begins.
+        redis: Connection of all workers of this process.
         alone_on_host: Whether no other server of the fleet has its host.
         changed: Called after each change of the phase.
 
@@ -56,6 +58,7 @@ class Attachment:
         entry: ServerEntry,
         kind: ServerKind,
         settings: Callable[[], WorkerSettings],
+        redis: RoundTrips,
         alone_on_host: bool,
         changed: Callable[[], None],
     ) -> None:
@@ -66,6 +69,7 @@ class Attachment:
         self._handle: EngineHandle | None = None
         self._kind = kind
         self._settings = settings
+        self._redis = redis
         self._alone_on_host = alone_on_host
         self._changed = changed
         self._left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -190,7 +194,7 @@ class Attachment:
                 StepRates.add(handle.rates, past)
             return handle
 
-        worker = await Worker.start(settings, connect)
+        worker = await Worker.start(settings, connect, redis=self._redis)
         self._show("ready", "")
         ended = self._tasks.spawn(_end_of(worker), "worker")
         ends = (ended, self._left, engine.broken)

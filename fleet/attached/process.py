@@ -24,6 +24,7 @@ from baton.engine.remote.attached import ServerKind
 from baton.engine.vllm.attached import VllmServers
 from baton.model.artifact import resolve_model
 from baton.registry.admin_commands import AdminCommands, CommandReply
+from baton.registry.connection import RoundTrips, beat
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import Intent, WorkerRecord, WorkerState, worker_name
 from baton.telemetry.logs import set_up_logs
@@ -67,6 +68,7 @@ class LaneServers:
         kind: ServerKind,
         source: ServerSource,
         settings: AttachedSettings,
+        redis: RoundTrips,
         tasks: BackgroundTasks,
     ) -> None:
         self._config = config
@@ -80,7 +82,8 @@ class LaneServers:
         self._listed: dict[str, ServerEntry] = {}
         self._attachments: dict[str, Attachment] = {}
         self._begin_anew: set[str] = set()  # changed ones, until they are ready
-        self._registry = Registry(settings.spec.redis_url, config.fleet)
+        self._redis = redis
+        self._registry = Registry(settings.spec.redis_url, config.fleet, redis)
         self._changed = asyncio.Event()
         self._reported: list[tuple[str, WorkerRecord]] = []
         self._written: dict[str, WorkerRecord] = {}
@@ -119,7 +122,7 @@ class LaneServers:
                 while (command := await commands.take()) is not None:
                     problem = "" if command.verb == "ping" else _NO_COMMANDS
                     await commands.answer(command, CommandReply(problem))
-            await asyncio.sleep(_COMMANDS_S)
+            await beat(_COMMANDS_S)
 
     async def publish(self) -> None:
         """Write the state of all servers to the registry when it changes."""
@@ -173,7 +176,8 @@ class LaneServers:
         self._listed = listed
 
     def _attach(self, name: str, entry: ServerEntry, *, alone: bool) -> None:
-        one = Attachment(entry, self._kind, partial(self._worker, name, entry), alone, self._report)
+        worker = partial(self._worker, name, entry)
+        one = Attachment(entry, self._kind, worker, self._redis, alone, self._report)
         one.may_be_silent = partial(self._others_answer, one)
         self._attachments[name] = one
         running = self._tasks.spawn(one.run(), "attachment")
@@ -255,7 +259,8 @@ async def serve(settings: AttachedSettings) -> int:
         loop.add_signal_handler(number, stop)
     tasks = BackgroundTasks("attached servers")
     config = FleetConfig.model_validate_json(settings.spec.config_json)
-    lanes = [await _lane(one, settings, tasks) for one in config.lanes]
+    redis = RoundTrips(settings.spec.redis_url, joins=True)
+    lanes = [await _lane(one, settings, redis, tasks) for one in config.lanes]
     collect_rarely(WORKER_OBJECTS)
     following = [tasks.keep(one.follow, "servers") for one in lanes]
     following += [tasks.keep(one.refuse_commands, "admin commands") for one in lanes]
@@ -269,6 +274,7 @@ async def serve(settings: AttachedSettings) -> int:
     for one in lanes:
         await one.leave(at_once=hurried.done())
     await tasks.close()
+    await redis.close()
     return 0
 
 
@@ -285,13 +291,13 @@ async def _follow_file(lanes: Sequence[LaneServers]) -> None:
 
 
 async def _lane(
-    config: FleetConfig, settings: AttachedSettings, tasks: BackgroundTasks
+    config: FleetConfig, settings: AttachedSettings, redis: RoundTrips, tasks: BackgroundTasks
 ) -> LaneServers:
     servers = config.pools.servers
     if servers is None:
         raise ValueError(f"{config.fleet}: there are no `servers`")
     kind = await asyncio.get_running_loop().run_in_executor(None, kind_of, config)
-    return LaneServers(config, kind, ServerSource(servers), settings, tasks)
+    return LaneServers(config, kind, ServerSource(servers), settings, redis, tasks)
 
 
 def kind_of(config: FleetConfig) -> ServerKind:

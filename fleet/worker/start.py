@@ -21,6 +21,7 @@ from baton.engine.process.link import InnerLink
 from baton.engine.settings import EngineSettings
 from baton.model.artifact import resolve_model
 from baton.model.trust import check_trust
+from baton.registry.connection import RoundTrips
 from baton.registry.kv_events import KvEventPublisher
 from baton.registry.redis_store import Registry
 from baton.registry.types import WorkerRecord, tier_incarnation
@@ -92,11 +93,14 @@ def check_worker_trust(settings: WorkerSettings) -> None:
 
 
 def open_context(
-    settings: WorkerSettings, stack: AsyncExitStack, on_progress: Callable[[str], None]
+    settings: WorkerSettings,
+    stack: AsyncExitStack,
+    on_progress: Callable[[str], None],
+    redis: RoundTrips | None = None,
 ) -> StartContext:
     """Open metrics, traces and the registry; read the token and certificates."""
     metrics = Metrics("worker", model=settings.served_model_name)
-    registry = Registry(settings.redis_url, settings.fleet)
+    registry = Registry(settings.redis_url, settings.fleet, redis)
     context = StartContext(
         settings,
         settings.token(),

@@ -20,6 +20,7 @@ import msgspec
 from baton.engine.parent import die_with_parent
 from baton.engine.process.handle import EngineHandle
 from baton.planner.state import WorkerState, state_of
+from baton.registry.connection import RoundTrips, beat
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import Role, WorkerRecord
 from baton.telemetry.alive_clock import ALIVE
@@ -117,10 +118,12 @@ class Worker:
         settings: WorkerSettings,
         start_engine: StartEngine = start_engine,
         on_progress: Callable[[str], None] = lambda _: None,
+        redis: RoundTrips | None = None,
     ) -> "Worker":
         """Load the model, start serving, and register. A failure or cancellation cleans up.
 
         ``start_engine`` starts the engine, or connects to it; ``on_progress`` gets what it does.
+        ``redis`` is the connection of a process with several workers.
 
         Raises:
             InternalError: The engine did not start, or the worker may not listen.
@@ -129,7 +132,7 @@ class Worker:
         """
         keep_message_memory()
         async with AsyncExitStack() as stack:
-            context = open_context(settings, stack, on_progress)
+            context = open_context(settings, stack, on_progress, redis)
             await asyncio.to_thread(check_worker_trust, settings)
             engine = await start_engine(context, stack)
             server, address, metrics_address = await start_servers(context, stack)
@@ -351,7 +354,7 @@ async def erase_forever(
                 del unreported[deletion]
         except RegistryUnavailableError:
             pass  # the registry counts it
-        await asyncio.sleep(_ERASE_EVERY_S)
+        await beat(_ERASE_EVERY_S)
 
 
 async def serve(settings: WorkerSettings) -> int:

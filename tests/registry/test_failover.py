@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.registry import connection, redis_store
+from baton.registry import connection
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import WorkerRecord
 from baton.registry.workers import Presence
@@ -82,7 +82,7 @@ async def test_after_a_silence_no_connection_to_the_old_server_is_used(
     front: tuple[Relay, Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     relay, old, new = front
-    monkeypatch.setattr(redis_store, "_CALL_LIMIT_S", 0.3)
+    monkeypatch.setattr(connection, "_CALL_LIMIT_S", 0.3)
     registry = Registry(f"redis://127.0.0.1:{relay.port}/0", "test")
     await asyncio.gather(*(registry.send(("SET", "a", "old")) for _ in range(4)))
     os.kill(old.process.pid, signal.SIGSTOP)

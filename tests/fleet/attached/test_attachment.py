@@ -11,6 +11,7 @@ import pytest
 from baton.config.load import load_config
 from baton.engine.remote.attached import ServerFacts, UnfitServerError
 from baton.engine.remote.http import HttpOrigin
+from baton.registry.connection import RoundTrips
 from baton.registry.redis_store import Registry
 from baton.registry.types import WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
@@ -79,7 +80,8 @@ def attachment_of(url: str, kind: Any, changed: asyncio.Event) -> Attachment:
     def settings() -> Any:
         raise AssertionError("there is no worker")
 
-    return Attachment(entry_of(server), kind, settings, True, changed.set)
+    redis = RoundTrips("redis://127.0.0.1:1")
+    return Attachment(entry_of(server), kind, settings, redis, True, changed.set)
 
 
 async def test_a_name_is_looked_up_once_for_a_life_of_the_worker() -> None:
@@ -122,7 +124,9 @@ def lane_of(folder: Path, servers: str, redis_url: str) -> LaneServers:
     source = ServerSource(config.pools.servers)
     spec = ControllerSpec(config_json="", redis_url=redis_url, fleet_token="", host="", log_dir="")
     kind: Any = Noting()
-    return LaneServers(config, kind, source, AttachedSettings(spec=spec), BackgroundTasks("test"))
+    tasks = BackgroundTasks("test")
+    settings = AttachedSettings(spec=spec)
+    return LaneServers(config, kind, source, settings, RoundTrips(redis_url), tasks)
 
 
 async def test_a_list_without_servers_is_shown_while_the_fleet_starts(
