@@ -1,5 +1,7 @@
 """Fleet file section on servers that are attached: Baton does not start or end them."""
 
+import contextlib
+import ipaddress
 import re
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -106,6 +108,8 @@ def refuse_repeated(servers: tuple[AttachedServer, ...]) -> None:
     for server in servers:
         parts = urlsplit(server.url)
         host = (parts.hostname or "").rstrip(".")
+        with contextlib.suppress(ValueError):  # of a name
+            host = str(ipaddress.ip_address(host))
         place = (parts.scheme, host, parts.port or _PORTS[parts.scheme], parts.path)
         if place in places:
             raise ValueError(f"contains {server.url} twice")

@@ -84,12 +84,12 @@ class Attachment:
         return self.phase == "ready" and self._handle is not None and not self._handle.silent
 
     def takes(self, entry: ServerEntry) -> bool:
-        """Take a new key for later requests; return False if the entry has other changes."""
+        """Take a new key for later requests; return whether the entry has no other changes."""
+        if not entry.problem:
+            self._origin.key = entry.key
         if msgspec.structs.replace(self.entry, key=entry.key, problem=entry.problem) != entry:
             return False
         self.entry = entry
-        if not entry.problem:
-            self._origin.key = entry.key
         return True
 
     def leave(self, *, at_once: bool = False) -> None:

@@ -90,10 +90,15 @@ class LaneServers:
         self._running: set[asyncio.Task[None]] = set()
         self.problem = ""
 
-    def change(self, config: FleetConfig, source: ServerSource) -> None:
-        """Follow another source. Other settings hold for workers that begin from now on."""
+    def change(self, config: FleetConfig) -> None:
+        """Follow another source. Other settings hold for workers that begin from now on.
+
+        The same source stays, as it knows the last good list of servers.
+        """
+        servers = config.pools.servers
+        if servers is not None and servers != self._config.pools.servers:
+            self._source = ServerSource(servers)
         self._config = config
-        self._source = source
 
     async def follow(self) -> None:
         """Read the source for ever, and attach and drain servers as it changes."""
@@ -286,8 +291,7 @@ async def _follow_file(lanes: Sequence[LaneServers]) -> None:
     while line := await reader.readline():
         config = FleetConfig.model_validate_json(line)
         for lane, one in zip(lanes, config.lanes, strict=True):
-            if one.pools.servers is not None:
-                lane.change(one, ServerSource(one.pools.servers))
+            lane.change(one)
 
 
 async def _lane(

@@ -72,6 +72,8 @@ async def test_a_missing_key_file_takes_no_key_from_a_server_that_works() -> Non
     assert one._origin.key == "secret"
     assert one.takes(msgspec.structs.replace(one.entry, key="next", problem=""))
     assert one._origin.key == "next"
+    assert not one.takes(msgspec.structs.replace(one.entry, key="newest", label="other"))
+    assert one._origin.key == "newest", "its worker keeps its label until it begins anew"
 
 
 def attachment_of(url: str, kind: Any, changed: asyncio.Event) -> Attachment:
@@ -127,6 +129,22 @@ def lane_of(folder: Path, servers: str, redis_url: str) -> LaneServers:
     tasks = BackgroundTasks("test")
     settings = AttachedSettings(spec=spec)
     return LaneServers(config, kind, source, settings, RoundTrips(redis_url), tasks)
+
+
+async def test_a_reconciliation_keeps_what_an_unchanged_source_knows(tmp_path: Path) -> None:
+    """So a file that is wrong at that moment takes no servers away."""
+    (list_of_servers := tmp_path / "servers.yaml").write_text("servers: [http://127.0.0.1:1]\n")
+    lane = lane_of(tmp_path, f"{{file: {list_of_servers}}}", "redis://127.0.0.1:1")
+    assert [one.url for one in await lane._source.read()] == ["http://127.0.0.1:1"]
+    list_of_servers.write_text("servers: [")
+    config = load_config(tmp_path / "fleet.yaml")
+    lane.change(config)
+    assert [one.url for one in await lane._source.read()] == ["http://127.0.0.1:1"]
+    (tmp_path / "others.yaml").write_text("servers: [http://127.0.0.1:2]\n")
+    text = (tmp_path / "fleet.yaml").read_text().replace("servers.yaml", "others.yaml")
+    (tmp_path / "fleet.yaml").write_text(text)
+    lane.change(load_config(tmp_path / "fleet.yaml"))
+    assert [one.url for one in await lane._source.read()] == ["http://127.0.0.1:2"]
 
 
 async def test_a_list_without_servers_is_shown_while_the_fleet_starts(

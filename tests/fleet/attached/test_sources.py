@@ -157,6 +157,7 @@ async def test_a_key_that_is_missing_concerns_one_server_and_a_lost_one_stays(
             "servers: [http://GPU-1.:80, http://gpu-1]\n",
             "yaml: contains http://gpu-1 twice",
         ),
+        ("servers: ['http://[::1]', 'http://[0:0::0:1]:80']\n", "contains .*0:1.* twice"),
         ("servers: [https://gpu-1, https://gpu-1:443]\n", "contains https://gpu-1:443 twice"),
         ("servers: [&one http://gpu-1, *one]\n", "contains http://gpu-1 twice"),
         ("hosts: []\n", "only the key `servers`"),
