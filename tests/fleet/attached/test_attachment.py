@@ -183,7 +183,7 @@ async def test_epochs_go_on_behind_those_of_a_process_that_was_killed(
     for task in running:
         task.cancel()
     await lane.leave(at_once=True)
-    await lane._registry.close()
+    await lane._redis.close()
     await registry.close()
     (entry,) = lane._listed.values()
     assert record.epoch == past.epoch
