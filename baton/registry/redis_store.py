@@ -273,6 +273,6 @@ class Registry:
             self.errors += 1
             if isinstance(error, _WRONG_SERVER) or any(code in str(error) for code in _CODES):
                 await reconnect(self._round_trips.client)
-            raise RegistryUnavailableError(f"Redis: {error}") from error
+            raise RegistryUnavailableError(f"Redis: {str(error) or 'no answer'}") from error
         self.connected = True
         return answers
