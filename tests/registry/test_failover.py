@@ -87,7 +87,7 @@ async def test_after_a_silence_no_connection_to_the_old_server_is_used(
     await asyncio.gather(*(registry.send(("SET", "a", "old")) for _ in range(4)))
     os.kill(old.process.pid, signal.SIGSTOP)
     relay.to = new.port
-    with pytest.raises(RegistryUnavailableError, match="^Redis: no answer$"):
+    with pytest.raises(RegistryUnavailableError, match=r"^Redis: no answer$"):
         await registry.send(("GET", "a"))
     os.kill(old.process.pid, signal.SIGCONT)
     await asyncio.gather(*(registry.send(("SET", "a", "new")) for _ in range(4)))
