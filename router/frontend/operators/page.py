@@ -14,25 +14,11 @@ from fastapi import HTTPException, Request, Response
 from router.frontend.api.endpoints import Endpoints
 from router.process import Process
 
-_SCRIPTS = (
-    *(
-        "page",
-        "fleet",
-        "health",
-        "plots",
-        "planner",
-        "tenants",
-        "models",
-        "requests",
-        "stories",
-        "chat",
-    ),
-    "start",
-)
+_FOLDER = files("router.frontend").joinpath("page")
+_SCRIPTS = [file.name for file in _FOLDER.iterdir() if file.name.endswith(".js")]
 _FILES = {
     "page.css": ("page.css", "text/css"),
-    **{f"{name}.js": (f"{name}.js", "text/javascript") for name in _SCRIPTS},
-    "docs.js": ("docs.js", "text/javascript"),
+    **{name: (name, "text/javascript") for name in _SCRIPTS},
     "swagger.css": ("vendor/swagger-ui.css", "text/css"),
     "swagger.js": ("vendor/swagger-ui-bundle.js", "text/javascript"),
     "uplot.css": ("vendor/uPlot.min.css", "text/css"),
@@ -86,7 +72,7 @@ def routes(router: Process) -> Endpoints:
 
 
 def _read(path: str, media_type: str) -> _File:
-    body = files("router.frontend").joinpath("page", path).read_bytes()
+    body = _FOLDER.joinpath(path).read_bytes()
     return _File(body, f"{media_type}; charset=utf-8", f'"{hashlib.sha256(body).hexdigest()[:16]}"')
 
 
