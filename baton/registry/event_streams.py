@@ -40,8 +40,6 @@ class EventStreams:
     def __init__(self, stem: bytes) -> None:
         self._keys = [b"%b:%d" % (stem, number) for number in range(STREAMS)]
         self._ahead_ms: int | None = None  # Redis' clock minus our monotonic clock
-        # Workers of the previous version share one stream, and bound it themselves.
-        self._read = [*self._keys, stem]
 
     def key(self, incarnation: bytes) -> bytes:
         """Return the key of the stream for an incarnation's events."""
@@ -61,15 +59,15 @@ class EventStreams:
 
     def beginning(self) -> dict[bytes, bytes]:
         """Return the position before the first entry of each stream."""
-        return dict.fromkeys(self._read, b"0-0")
+        return dict.fromkeys(self._keys, b"0-0")
 
     def tops(self) -> list[tuple[Any, ...]]:
         """Return the commands that read the newest entry of each stream."""
-        return [("XREVRANGE", key, "+", "-", "COUNT", 1) for key in self._read]
+        return [("XREVRANGE", key, "+", "-", "COUNT", 1) for key in self._keys]
 
     def top_positions(self, answers: Sequence[Any]) -> dict[bytes, bytes]:
         """Return the positions in the replies to ``tops``; ``0-0`` for an empty stream."""
-        newest = zip(self._read, answers, strict=True)
+        newest = zip(self._keys, answers, strict=True)
         return {key: bytes(entries[0][0]) if entries else b"0-0" for key, entries in newest}
 
     def read(

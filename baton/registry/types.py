@@ -21,9 +21,7 @@ WorkerState = Literal["starting", "ready", "draining", "dead"]
 Intent = Literal["serve", "park", "leave"]
 """Intent of the controller for a slot: a worker, none until an operator restarts it, or no slot."""
 
-
-# Ids of earlier versions are ``prefill-N`` and ``decode-N``.
-_WORKER_ID = re.compile(r"(worker|prefill|decode)-\d+", re.ASCII)
+_WORKER_ID = re.compile(r"worker-\d+", re.ASCII)
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,10 +187,3 @@ def is_worker_name(text: str, prefix: str = "") -> bool:
 def number_of(worker_id: str) -> int:
     """Return the number in a worker's id."""
     return int(worker_id.rpartition("-")[2])
-
-
-def role_in_name(worker_id: str) -> Role | None:
-    """Return the role in an id of an earlier version; None for ``worker-N``."""
-    if worker_id.startswith("prefill-"):
-        return "prefill"
-    return "decode" if worker_id.startswith("decode-") else None

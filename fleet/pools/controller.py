@@ -16,7 +16,7 @@ Actions and events carry an epoch, so a late event of an earlier incarnation has
 
 from collections.abc import Mapping
 
-from baton.registry.types import Role, role_in_name, worker_name
+from baton.registry.types import Role, worker_name
 from fleet.pools.balance import LeavingOrder, MayTurn, always, balance, same
 from fleet.pools.slots import (
     BACKOFF_FIRST_NS,
@@ -160,7 +160,7 @@ class FleetController:
         worker_id = living.worker_id
         slot = self.slots.get(worker_id)
         if slot is None:
-            past = self._past.get(worker_id, Slot(worker_id, role_in_name(worker_id) or "decode"))
+            past = self._past.get(worker_id, Slot(worker_id, "decode"))
             slot = Slot(worker_id, past.role, epoch=past.epoch, turn=past.turn)
             self.slots[worker_id] = slot
         if slot.phase is not Phase.WAITING:

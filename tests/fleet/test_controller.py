@@ -302,19 +302,6 @@ def test_a_new_controller_knows_the_roles_of_the_old_one() -> None:
     assert fleet.slots["worker-2"].turn == 7, "numbers go on"
 
 
-def test_workers_of_an_earlier_version_are_adopted_under_their_names() -> None:
-    """``prefill-0`` and ``decode-0`` stay; nothing is started beside them."""
-    fleet = FleetController({"prefill": 1, "decode": 1}, 0)
-    for role in ("prefill", "decode"):
-        fleet.note_record(f"{role}-0", 2, role, 0)
-        fleet.adopt(LivingWorker(f"{role}-0", 2, ready=True), 0)
-    fleet.settle(0)
-    assert not fleet.tick(0)
-    assert roles(fleet) == {"prefill-0": "prefill", "decode-0": "decode"}
-    actions = fleet.resize({"decode": 2}, 1)
-    assert only(Launch, actions) == ["worker-0"]
-
-
 def test_a_turn_that_only_the_registry_knows_is_told_to_its_worker() -> None:
     fleet = FleetController({"prefill": 1, "decode": 1}, 0)
     fleet.note_record("worker-1", 1, "prefill", 4)

@@ -125,11 +125,11 @@ async def test_who_is_not_wanted_any_more_is_not_placed(ray: Ray) -> None:
 async def test_what_an_earlier_controller_left_is_adopted_or_given_back(ray: Ray, raylets) -> None:
     """Finding B: names that are taken stop nothing, and places of nobody go."""
     entries = [  # name, node, state
-        ("baton-f-decode-0.2", "127.0.0.3", "CREATED"),
-        ("baton-f-decode-0.1", "127.0.0.2", "CREATED"),
-        ("baton-f-decode-1.1", "127.0.0.2", "CREATED"),
-        ("baton-f-prefill-0.1", "127.0.0.2", "REMOVED"),
-        ("baton-f-g-decode-0.1", "127.0.0.2", "CREATED"),  # of the fleet "f-g"
+        ("baton-f-worker-0.2", "127.0.0.3", "CREATED"),
+        ("baton-f-worker-0.1", "127.0.0.2", "CREATED"),
+        ("baton-f-worker-1.1", "127.0.0.2", "CREATED"),
+        ("baton-f-worker-2.1", "127.0.0.2", "REMOVED"),
+        ("baton-f-g-worker-0.1", "127.0.0.2", "CREATED"),  # of the fleet "f-g"
     ]
     ray.left = {
         str(n): {
@@ -141,8 +141,8 @@ async def test_what_an_earlier_controller_left_is_adopted_or_given_back(ray: Ray
         for n, (name, node, state) in enumerate(entries)
     }
     placements = placements_of()
-    await placements.adopt({"decode-0"})
-    assert placements.address_of("decode-0") == "127.0.0.3"
+    await placements.adopt({"worker-0"})
+    assert placements.address_of("worker-0") == "127.0.0.3"
     assert sorted(ray.removed) == [f"{1:036x}", f"{2:036x}"]
     placements.remove_all()
     assert ray.removed[-1] == f"{0:036x}"

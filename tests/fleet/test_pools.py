@@ -134,14 +134,14 @@ def test_the_settings_fit_the_worker_program() -> None:
 
 def test_lives_are_read_from_the_names_of_actors() -> None:
     names = [
-        {"name": "baton-a-decode-0-3", "namespace": "baton"},
-        {"name": "baton-a-decode-0-4", "namespace": "baton"},
-        {"name": "baton-a-prefill-12-1", "namespace": "baton"},
-        {"name": "baton-a-b-decode-0-9", "namespace": "baton"},  # of the fleet "a-b"
-        {"name": "baton-a-decode-1-1", "namespace": "else"},
+        {"name": "baton-a-worker-0-3", "namespace": "baton"},
+        {"name": "baton-a-worker-0-4", "namespace": "baton"},
+        {"name": "baton-a-worker-12-1", "namespace": "baton"},
+        {"name": "baton-a-b-worker-0-9", "namespace": "baton"},  # of the fleet "a-b"
+        {"name": "baton-a-worker-1-1", "namespace": "else"},
         {"name": "baton-controller-a", "namespace": "baton"},
     ]
-    assert dict(actors_among(names, "a")) == {"decode-0": 4, "prefill-12": 1}
+    assert dict(actors_among(names, "a")) == {"worker-0": 4, "worker-12": 1}
 
 
 def test_exit_codes_in_words() -> None:

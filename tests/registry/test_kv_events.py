@@ -300,20 +300,6 @@ async def test_streams_take_no_more_memory_than_they_may(
         assert set(unbounded) == {stream.encode(), b"baton:{test}:kv:live"}
 
 
-async def test_events_of_workers_of_the_version_before_are_read(
-    redis_server: EmbeddedRedis, registry: Registry, reader: Reader
-) -> None:
-    """They have one stream for all. A router of that version finds ours by their marks."""
-    incarnation, held = secrets.token_bytes(16), hashes(3)
-    snapshot = Snapshot(incarnation=incarnation, sequence=1, packed=b"".join(held[:2]))
-    await registry.blocks.publish_snapshot(snapshot, snapshot.checksum)
-    await eventually(lambda: reader.hashes == {incarnation: set(held[:2])})
-    fields = {"i": incarnation, "n": 2, "k": "b", "s": held[2], "r": b"", "c": 0}
-    with raw(redis_server) as client:
-        client.xadd("baton:{test}:kv:events", fields, maxlen=4096, approximate=True)
-    await eventually(lambda: reader.hashes == {incarnation: set(held)})
-
-
 NAMES = [bytes([n]) * 16 for n in range(12)]
 CHANGES = st.lists(
     st.tuples(
