@@ -34,22 +34,6 @@ _ENGINE_WAY = "engine"  # transport name of what an engine loads by itself, for 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstTokens:
-    """First tokens of a prompt. Once passed on, they are final.
-
-    ``tokens`` has one per choice, and none if an embedding is the response.
-    """
-
-    tokens: tuple[SampledToken, ...]
-    prompt_outputs: ev.PromptOutputsReady | None
-    prefill_worker_id: str
-    prefill_ns: int
-    queue_ns: int
-    cached_tokens: int
-    computed_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferFigures:
     """Figures of a complete hand-off. Decode already had ``skip_blocks``.
 
@@ -66,7 +50,9 @@ class TransferFigures:
 class HandoffListener:
     """Owner of the request that a hand-off is for; it need not handle everything."""
 
-    def on_first_tokens(self, first: FirstTokens) -> None:
+    def on_first_tokens(
+        self, done: ev.PromptDone, outputs: ev.PromptOutputsReady | None, worker_id: str
+    ) -> None:
         """Handle the first tokens. Called once, even if several prefill workers send them."""
 
     def on_peer_needed(
@@ -378,19 +364,10 @@ class ReceivedHandoff:
             reason = f"{len(message.choices)} first tokens arrived for {wanted} choices"
             self._perform(self._machine.prefill_failed(reason))
             return
-        self._first = first_tokens_from_wire(message)
+        done = first_tokens_from_wire(self._engine_id, message)
+        self._first = done.first
         logprobs = self._prompt_logprobs.complete
         outputs = None
         if message.embedding or logprobs is not None:
             outputs = ev.PromptOutputsReady(self._engine_id, logprobs, message.embedding)
-        self._listener.on_first_tokens(
-            FirstTokens(
-                tokens=self._first,
-                prompt_outputs=outputs,
-                prefill_worker_id=self._target.worker_id,
-                prefill_ns=message.prefill_ns,
-                queue_ns=message.queue_ns,
-                cached_tokens=message.cached_tokens,
-                computed_ns=message.computed_ns,
-            )
-        )
+        self._listener.on_first_tokens(done, outputs, self._target.worker_id)

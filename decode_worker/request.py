@@ -17,7 +17,7 @@ from baton.types.params import SampledToken, finish_reason
 from baton.wire.codecs import error_from_wire, error_to_wire, sampling_from_wire
 from baton.wire.submission import replace_prefix, submit_from_wire
 from baton.wire.tokens import count_tokens, unpack_tokens
-from decode_worker.handoff import FirstTokens, HandoffListener, ReceivedHandoff
+from decode_worker.handoff import HandoffListener, ReceivedHandoff
 from decode_worker.parts import WorkerParts
 from decode_worker.prefix_pull import PrefixPull, begin_pull
 from decode_worker.session import RouterSession
@@ -158,23 +158,25 @@ class DecodeRequest(HandoffListener):
         if self._handoff is not None and not self.ended:
             self._handoff.tick(now_ns)
 
-    def on_first_tokens(self, first: FirstTokens) -> None:
+    def on_first_tokens(
+        self, done: ev.PromptDone, outputs: ev.PromptOutputsReady | None, worker_id: str
+    ) -> None:
         """Send the route and the first tokens to the router."""
-        self._times.prefill_ns = first.prefill_ns
+        self._times.prefill_ns = done.prefill_ns
         if self._times.reserve_ns:
             reserved_ns = self._began_ns + self._times.reserve_ns
             self._times.first_ns = time.monotonic_ns() - reserved_ns
-        self._times.queue_ns = first.queue_ns
-        self._times.cached_tokens = first.cached_tokens
-        self._times.input_ns += first.computed_ns
-        self._send_route("disaggregated", first.prefill_worker_id, first.cached_tokens)
+        self._times.queue_ns = done.queue_ns
+        self._times.cached_tokens = done.cached_tokens
+        self._times.input_ns += done.computed_ns
+        self._send_route("disaggregated", worker_id, done.cached_tokens)
         if self.submission.emitted:
             return  # the client has them from another worker
-        if first.prompt_outputs is not None:
-            self._on_prompt_outputs(first.prompt_outputs)
+        if outputs is not None:
+            self._on_prompt_outputs(outputs)
         ended: list[int] = []
         eos = frozenset(self._parts.eos_token_ids)
-        for choice, token in enumerate(first.tokens):
+        for choice, token in enumerate(done.first):
             reason, stop = finish_reason(self._params, eos, token.token, 1)
             tokens = () if stop is not None else (token,)
             self._emit(self._run(choice, 0, tokens, reason, stop))
