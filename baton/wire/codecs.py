@@ -13,31 +13,53 @@ from baton.types.prompt_outputs import PromptLogprobs
 from baton.wire.tokens import pack_tokens, unpack_tokens
 
 _SLICE_BYTES = 256 * 1024  # per message with log-probabilities of a prompt
-_CODED = {"logprobs", "prompt_logprobs", "logit_bias", "bad_words", "stop_token_ids"}
-_SAME = [name for name in SamplingParams.__struct_fields__ if name not in _CODED]
 
 
 def sampling_to_wire(params: SamplingParams) -> pb.SamplingParams:
     """Encode sampling parameters, every field filled."""
     return pb.SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=params.seed,
+        n=params.n,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        min_tokens=params.min_tokens,
         logprobs=-1 if params.logprobs is None else params.logprobs,
-        prompt_logprobs=0 if params.prompt_logprobs is None else params.prompt_logprobs + 1,
         logit_bias=[pb.LogitBias(token_id=token, bias=bias) for token, bias in params.logit_bias],
         bad_words=[pack_tokens(word) for word in params.bad_words],
-        stop_token_ids=params.stop_token_ids,
-        **{name: getattr(params, name) for name in _SAME},
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        prompt_logprobs=0 if params.prompt_logprobs is None else params.prompt_logprobs + 1,
+        grammar=params.grammar,
     )
 
 
 def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
     """Decode the sampling parameters of a request."""
     return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        seed=message.seed,
+        n=message.n,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        min_tokens=message.min_tokens,
         logprobs=None if message.logprobs < 0 else message.logprobs,
-        prompt_logprobs=message.prompt_logprobs - 1 if message.prompt_logprobs else None,
         logit_bias=tuple((item.token_id, item.bias) for item in message.logit_bias),
         bad_words=tuple(tuple(unpack_tokens(word)) for word in message.bad_words),
-        stop_token_ids=tuple(message.stop_token_ids),
-        **{name: getattr(message, name) for name in _SAME},
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        prompt_logprobs=message.prompt_logprobs - 1 if message.prompt_logprobs else None,
+        grammar=message.grammar,
     )
 
 
