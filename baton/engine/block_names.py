@@ -25,7 +25,7 @@ _FUNCTIONS: Functions = {
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """Return the library, or None where it is unavailable."""
-    return loaded("names", Path(__file__).parent, ("block_names.cpp",), _FLAGS, _FUNCTIONS)
+    return loaded("names", Path(__file__).parent, _FLAGS, _FUNCTIONS)
 
 
 def packed_names(seed: bytes, packed: bytes) -> bytes:

@@ -55,41 +55,35 @@ def declared(library: ctypes.CDLL, functions: Functions) -> ctypes.CDLL:
 
 
 def loaded(
-    name: str,
-    folder: Path,
-    sources: Sequence[str],
-    flags: Sequence[str],
-    functions: Functions,
-    made_for: str = "",
+    name: str, folder: Path, flags: Sequence[str], functions: Functions, made_for: str = ""
 ) -> ctypes.CDLL | None:
     """Return a library, compiled first if need be; None without it, or if ``BATON_NATIVE=0``."""
     if os.environ.get("BATON_NATIVE") == "0":
         return None
     try:
-        path = compiled(name, folder, sources, flags, made_for)
+        path = compiled(name, folder, flags, made_for)
         return None if path is None else declared(ctypes.CDLL(str(path)), functions)
     except OSError:
         return None
 
 
-def compiled(
-    name: str, folder: Path, sources: Sequence[str], flags: Sequence[str], made_for: str = ""
-) -> Path | None:
+def compiled(name: str, folder: Path, flags: Sequence[str], made_for: str = "") -> Path | None:
     """Return the path of a library, compiled on first use; None without a compiler.
 
-    ``made_for`` names anything else that the result depends on, such as the CPU for
-    ``-march=native``.
+    Its sources are all ``.h`` and ``.cpp`` files of the folder. ``made_for`` names anything else
+    that the result depends on, such as the CPU for ``-march=native``.
     """
     if (command := compiler()) is None:
         return None
     version = subprocess.run([command, "--version"], capture_output=True, check=False).stdout
-    texts = [(folder / source).read_bytes() for source in sources]
+    sources = sorted(path for path in folder.iterdir() if path.suffix in (".h", ".cpp"))
+    texts = [path.read_bytes() for path in sources]
     parts = (*texts, version, " ".join(flags).encode(), made_for.encode())
     digest = hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     target = cache / f"{name}-{platform.machine()}-{digest}.so"
-    units = [str(folder / source) for source in sources if source.endswith(".cpp")]
+    units = [str(path) for path in sources if path.suffix == ".cpp"]
     if target.exists():  # a complete file, because it is renamed after linking: no lock needed
         return target
     with (cache / "lock").open("w") as lock:

@@ -16,7 +16,6 @@ import xxhash
 from baton.engine.compiled import Functions, cpu_flags, loaded
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-w")
-_SOURCES = ("kv.h", "frames.cpp", "lent.cpp")
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int
 _U64 = ctypes.c_uint64
@@ -45,7 +44,7 @@ def load() -> ctypes.CDLL | None:
     """Return the library with its digests, or None where it is unavailable."""
     functions = hash_functions()
     cpu = " ".join(sorted(cpu_flags()))
-    library = loaded("kv", Path(__file__).parent, _SOURCES, _FLAGS, _FUNCTIONS, cpu)
+    library = loaded("kv", Path(__file__).parent, _FLAGS, _FUNCTIONS, cpu)
     if functions is None or library is None:
         return None
     library.baton_kv_hash(functions)

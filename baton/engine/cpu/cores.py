@@ -20,7 +20,6 @@ import os
 import stat
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -55,7 +54,8 @@ class SharedCores:
         self._table = _opened(path)
         memory = mmap.mmap(self._table, _TABLE_BYTES)
         self._in_use = np.frombuffer(memory, dtype=np.uint16)
-        self._place = self._take_place()
+        # None: more workers than entries
+        self._place = next((place for place in range(PLACES) if self._lock(place)), None)
         if self._place is None or self._library is None:
             return
         at = ctypes.c_void_p(self._in_use.ctypes.data)
@@ -68,25 +68,13 @@ class SharedCores:
             self._library.baton_cores_claim(1)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.lend()
 
     def lend(self) -> None:
         """Lend the cores to other workers until the next step."""
         if self._library is not None and self._place is not None:
             self._library.baton_cores_claim(0)
-
-    def _take_place(self) -> int | None:
-        """Lock the first free entry; return ``None`` if there are more workers than entries."""
-        for place in range(PLACES):
-            if self._lock(place):
-                return place
-        return None
 
     def _clear_dead_entries(self) -> None:
         for place in np.flatnonzero(self._in_use).tolist():

@@ -9,7 +9,6 @@ and bits that depend only on the row's position and keys, with any number of thr
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,26 +34,6 @@ class NativeCalls:
     def pointers(self) -> tuple[int, int, int]:
         """Return spans, their number, and tables for the library."""
         return self.spans.ctypes.data, len(self.spans), self.tables.ctypes.data
-
-
-class PoolShape(NamedTuple):
-    """Numbers of heads and pool for the kernels; ``stored`` is the format's number."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    scale: float
-    token_bytes: int
-    head_bytes: int
-    stored: int
-
-
-class LayerPlace(NamedTuple):
-    """Addresses of a layer's K and V, and the number of keys that a query sees (0: all)."""
-
-    keys: int
-    values: int
-    window: int
 
 
 def native_library(
@@ -94,7 +73,7 @@ class NativeAttention:
     ) -> None:
         self.tiling = tiling
         self._sinks = sinks
-        self._library = library
+        self.library = library
         self._heads = num_heads
         self._dim = geometry.head_dim
         shape = (geometry.num_layers, 2, -1, geometry.num_kv_heads, geometry.head_elements)
@@ -113,23 +92,17 @@ class NativeAttention:
         self._windows = [window or 0 for window in windows] or [0] * geometry.num_layers
 
     @property
-    def shape(self) -> PoolShape:
-        """Numbers of heads and pool."""
+    def shape(self) -> dict[str, float]:
+        """Numbers of heads and pool, by the names in ``layers.cpp``; ``format`` has a number."""
         *_, token_bytes, head_bytes, stored = self._layers[0]
-        return PoolShape(
-            self._heads,
-            self._kv_heads,
-            self._dim,
-            self._scale,
-            token_bytes,
-            head_bytes,
-            stored,
-        )
+        heads = {"heads": self._heads, "kv_heads": self._kv_heads, "dim": self._dim}
+        pool = {"format": stored, "token_bytes": token_bytes, "head_bytes": head_bytes}
+        return {**heads, **pool, "scale": self._scale}
 
-    def places(self) -> Iterator[LayerPlace]:
-        """Yield the addresses and the window of each layer."""
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the addresses of each layer's K and V, and the keys that a query sees (0: all)."""
         for (keys, values, *_), window in zip(self._layers, self._windows, strict=True):
-            yield LayerPlace(keys, values, window)
+            yield keys, values, window
 
     def plan(
         self, decodes: Sequence[QuerySpan], chunks: Sequence[QuerySpan], *, isolated: bool = False
@@ -151,7 +124,7 @@ class NativeAttention:
 
     def write(self, layer: int, calls: NativeCalls, kv: torch.Tensor) -> None:
         """Store ``[2, T, K, D]`` in the slots of the step's rows."""
-        self._library.baton_store(
+        self.library.baton_store(
             kv[0].data_ptr(),
             kv[1].data_ptr(),
             kv.stride(1),
@@ -166,7 +139,7 @@ class NativeAttention:
         """Attend, ``[T, H, D] -> [T, H * D]``, over the pool of one layer."""
         width = self._heads * self._dim
         out = torch.empty(q_THD.shape[0], width, dtype=torch.bfloat16)
-        self._library.baton_attention(
+        self.library.baton_attention(
             q_THD.data_ptr(),
             q_THD.stride(0),
             *self._layers[layer],

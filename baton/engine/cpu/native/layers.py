@@ -14,7 +14,7 @@ import torch
 
 from baton.engine.cpu.linear import Linear
 from baton.engine.cpu.native.attention import NativeAttention, NativeCalls
-from baton.engine.cpu.native.library import PAIRS, load, sums
+from baton.engine.cpu.native.library import PAIRS, sums
 from baton.engine.cpu.native.products import NativeInt4Weight, NativeInt8Weight, NativeWeight
 from baton.engine.models.layer import LayerVectors
 
@@ -75,27 +75,16 @@ class NativeLayers:
     def __init__(
         self, parts: Sequence[LayerParts], attention: NativeAttention, eps: float, *, is_gelu: bool
     ) -> None:
-        library = load()
-        if library is None:
-            raise RuntimeError("no native library; use native_layers")
-        self._run = library.baton_layers
+        self._run = attention.library.baton_layers
         self._kept = (parts, attention)  # keeps the memory alive
-        shape = attention.shape
         first = parts[0].linears
-        self._hidden = first[0].inputs
         self._model = _Model(
-            hidden=self._hidden,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            dim=shape.dim,
+            hidden=first[0].inputs,
             inner=first[3].inputs,
             gelu=is_gelu,
             sums=sums(),
-            format=shape.stored,
-            token_bytes=shape.token_bytes,
-            head_bytes=shape.head_bytes,
             eps=eps,
-            scale=shape.scale,
+            **attention.shape,
         )
         self._layers = (_Layer * len(parts))(
             *(
@@ -107,12 +96,12 @@ class NativeLayers:
                     mlp_norm=_at(part.vectors.mlp_norm),
                     mlp_post_norm=_at(part.vectors.mlp_post_norm),
                     next_norm=_at(after.vectors.attn_norm) if after is not None else None,
-                    keys=place.keys,
-                    values=place.values,
-                    window=place.window,
+                    keys=keys,
+                    values=values,
+                    window=window,
                     frequencies=part.frequencies,
                 )
-                for part, after, place in zip(
+                for part, after, (keys, values, window) in zip(
                     parts, [*parts[1:], None], attention.places(), strict=True
                 )
             )

@@ -28,19 +28,6 @@ from pathlib import Path
 
 from baton.engine.compiled import Functions, compiled, compiler, cpu_flags, declared
 
-SOURCES = (
-    *("team.h", "team.cpp", "cores.h", "cores.cpp"),
-    *("vectors.h", "tiles.h", "pages.h", "attention.h", "kernels.h", "scratch.h"),
-    *("products.cpp", "tile_products.cpp", "tile_selftest.cpp", "int8_products.cpp"),
-    *(
-        "digits.h",
-        "int4_products.cpp",
-        "rows.cpp",
-        "attention.cpp",
-        "attention_tiles.cpp",
-        "layers.cpp",
-    ),
-)
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w")
 _CPU_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}  # avx512_bf16 makes it faster
 _AMX_FLAGS = {"amx_tile", "amx_bf16"}
@@ -125,7 +112,7 @@ def _path() -> Path | None:
         return None
     cpu = " ".join(sorted(cpu_flags()))
     try:
-        return compiled("kernels", Path(__file__).parent, SOURCES, _FLAGS, made_for=cpu)
+        return compiled("kernels", Path(__file__).parent, _FLAGS, made_for=cpu)
     except OSError:
         return None
 

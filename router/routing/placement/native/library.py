@@ -9,7 +9,6 @@ from baton.engine.compiled import Functions, loaded
 
 # No contraction: prices must have the same bits as in Python.
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w", "-ffp-contract=off")
-_SOURCES = ("block_table.cpp", "pricing.cpp")
 _POINTER = ctypes.c_void_p
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
@@ -48,4 +47,4 @@ _FUNCTIONS: Functions = {
 def load() -> ctypes.CDLL | None:
     """Return the library; None if it is disabled or cannot be compiled."""
     block_names.load()  # compiled at the start as well
-    return loaded("placement", Path(__file__).parent, _SOURCES, _FLAGS, _FUNCTIONS)
+    return loaded("placement", Path(__file__).parent, _FLAGS, _FUNCTIONS)
