@@ -21,11 +21,6 @@ class Announcer:
         self._heads = pool.geometry.num_kv_heads
         self._metrics = metrics
 
-    def ended(self, handoff: SentHandoff) -> None:
-        """Close a hand-off whose request the engine has ended."""
-        handoff.ended = True
-        handoff.machine.state = sender.SenderState.CLOSED  # frames being read are not sent
-
     def perform(self, handoff: SentHandoff, actions: Iterable[sender.Action]) -> None:
         """Perform the actions of a hand-off's machine, in order."""
         for action in actions:

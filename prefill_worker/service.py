@@ -250,7 +250,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if report.error_code and report.error_code != "cancelled":
             error = common_pb2.Error(code=report.error_code, message=report.error_message)
             handoff.events.put_nowait(pb.PrefillEvent(failed=error))
-        self._announcer.ended(handoff)
+        handoff.ended = True
+        handoff.machine.state = sender.SenderState.CLOSED  # frames being read are not sent
         handoff.events.put_nowait(pb.PrefillEvent(heartbeat=pb.Renew()))  # wakes the stream
         if self._handoffs.get(key) is handoff:
             del self._handoffs[key]

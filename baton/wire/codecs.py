@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 from batonpb import common_pb2 as pb
 from batonpb import prefill_pb2
 from batonpb.decode_pb2 import RouterFrame
@@ -107,25 +108,12 @@ def logprob_from_wire(token_id: int, message: pb.TokenLogprob | None) -> Sampled
 def prompt_logprobs_to_wire(scores: PromptLogprobs) -> Iterator[pb.PromptLogprobs]:
     """Encode a prompt's log-probabilities in slices that fit into any message."""
     for begin, part in scores.slices(_SLICE_BYTES):
-        yield pb.PromptLogprobs(
-            begin=begin,
-            alternatives=part.alternatives,
-            logprobs=part.logprobs,
-            ranks=part.ranks,
-            top_ids=part.top_ids,
-            top_logprobs=part.top_logprobs,
-        )
+        yield pb.PromptLogprobs(begin=begin, **msgspec.structs.asdict(part))
 
 
 def prompt_logprobs_from_wire(message: pb.PromptLogprobs) -> PromptLogprobs:
     """Decode one slice, which belongs at row ``message.begin``."""
-    return PromptLogprobs(
-        message.alternatives,
-        message.logprobs,
-        message.ranks,
-        message.top_ids,
-        message.top_logprobs,
-    )
+    return PromptLogprobs(*(getattr(message, name) for name in PromptLogprobs.__struct_fields__))
 
 
 def first_tokens_to_wire(

@@ -14,7 +14,7 @@ from baton.config.attached import AttachedServer
 from baton.config.section import problem_of
 from baton.engine.remote.attached import UnfitServerError
 from baton.engine.remote.http import HttpOrigin
-from baton.engine.vllm.attached import ModelCard, last_part, read_card
+from baton.engine.vllm.attached import ModelCard, last_part, read_cards
 from baton.folders import replace_file
 from baton.types.errors import UnavailableError
 from fleet.attached.sources import entry_of
@@ -127,8 +127,8 @@ async def _card(origins: Sequence[HttpOrigin]) -> ModelCard:
     """Return the model of the servers as soon as one responds, with their longest context."""
     told_s = 0.0
     while True:
-        answers = await asyncio.gather(*map(read_card, origins), return_exceptions=True)
-        if cards := [card for card in answers if isinstance(card, ModelCard)]:
+        answers = await asyncio.gather(*map(read_cards, origins), return_exceptions=True)
+        if cards := [answer[0] for answer in answers if isinstance(answer, list)]:
             longest = max(card.max_model_len or 0 for card in cards)
             return msgspec.structs.replace(cards[0], max_model_len=longest or None)
         for error in answers:

@@ -219,18 +219,7 @@ RequestReport = (
 """Reports about one request that has not ended."""
 
 Report = (
-    LoadProgress
-    | Ready
-    | Fatal
-    | Alive
-    | Sick
-    | BlocksErased
-    | Slept
-    | RequestReport
-    | ev.Ended
-    | ev.CacheChanged
-    | ev.AdapterChanged
-    | ev.StepDone
+    LoadProgress | Ready | Fatal | Alive | Sick | BlocksErased | Slept | ImageExpanded | ev.Event
 )
 
 

@@ -66,18 +66,13 @@ class _Models(msgspec.Struct, frozen=True):
     data: tuple[ModelCard, ...]
 
 
-async def read_card(origin: HttpOrigin) -> ModelCard:
-    """Return the first model that a vLLM serves.
+async def read_cards(origin: HttpOrigin) -> list[ModelCard]:
+    """Return the models that a vLLM serves, without adapters; at least one.
 
     Raises:
         UnavailableError: It does not respond.
         UnfitServerError: It is no vLLM, or serves no model.
     """
-    return (await _read_cards(origin))[0]
-
-
-async def _read_cards(origin: HttpOrigin) -> list[ModelCard]:
-    """Return the models that a vLLM serves, without adapters; at least one."""
     try:
         raw = await origin.fetch("GET", "/v1/models", _ANSWER_S)
     except StatusError as error:
@@ -111,7 +106,7 @@ async def read_facts(origin: HttpOrigin, names: Sequence[str]) -> ServerFacts:
         raise UnfitServerError(
             f"{origin.name} is no vLLM server (llama.cpp: `engine: llama-server`): {error}"
         ) from None
-    served = _served(origin, await _read_cards(origin), names)
+    served = _served(origin, await read_cards(origin), names)
     page = await read_metrics(origin)
     caches = [dict(_LABEL.findall(labels)) for labels in _CACHE.findall(page)]
     if not caches:

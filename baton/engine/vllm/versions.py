@@ -11,14 +11,9 @@ TESTED = ("0.32",)
 """Minor versions of vLLM with which the tests run."""
 
 
-def is_tested(version: str) -> bool:
-    """Return whether Baton was tested with a version such as ``0.32.1+cpu``."""
-    return ".".join(version.split(".")[:2]) in TESTED
-
-
 def untested(version: str) -> str:
-    """Return the warning about a version; "" for a tested one."""
-    if is_tested(version):
+    """Return the warning about a version such as ``0.32.1+cpu``; "" for a tested one."""
+    if ".".join(version.split(".")[:2]) in TESTED:
         return ""
     return (
         f"vLLM {version} is not a version that Baton was tested with ({', '.join(TESTED)}): each "
