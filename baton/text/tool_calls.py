@@ -331,6 +331,7 @@ class ToolCallParser:
 def _call_in(text: str) -> tuple[str, str] | None:
     """Return name and arguments of an object that is a call; None if it is not one."""
     try:
+        from_json(text)  # stricter: it limits the depth, and takes no half of a character
         call: Any = json.loads(text)
         name = call["name"]
         arguments = call["arguments"] if "arguments" in call else call["parameters"]

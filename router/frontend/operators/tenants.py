@@ -21,6 +21,7 @@ from baton.registry.redis_store import RegistryUnavailableError
 from baton.tenants.limits import Limits
 from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.versioned import TableChangeError
+from router.frontend.api.bodies.parse import decoded
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.audited import audited
 from router.frontend.operators.deletion.command import delete_tenant
@@ -59,10 +60,7 @@ def routes(router: Process) -> Endpoints:
         """Change limits of a tenant. Every router applies them within a second."""
         check(request)
         name = _checked(tenant)
-        try:
-            given = msgspec.json.decode(await read_body(request, router), type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise InvalidRequestError.at("body", str(error)) from error
+        given = decoded(await read_body(request, router))
         synced = router.limits
         if synced is None:
             raise UnavailableError(_NO_REDIS)

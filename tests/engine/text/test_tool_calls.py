@@ -13,6 +13,8 @@ from tests.engine.text.reading import content_and_calls
 
 HERMES = PROMPTED.expected(())
 ONE = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+DEEP = f'<tool_call>{{"arguments": {{"a": {"[" * 5000}{"]" * 5000}}}, "name": "f"}}</tool_call>'
+HALF = '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>'
 TWO = '<tool_call>\n{"name": "add", "arguments": {"x": [1, {"y": "}]\\"{"}]}}\n</tool_call>'
 
 
@@ -46,6 +48,8 @@ ADD = ("add", '{"x": [1, {"y": "}]\\"{"}]}')
         ("<tool_call>hello</tool_call>!", "<tool_call>hello</tool_call>!", []),
         ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
         ("<tool_call>[1]</tool_call>" + ONE, "<tool_call>[1]</tool_call>", [PARIS]),
+        (DEEP, DEEP, []),
+        (HALF, HALF, []),
         ("<tool_call>" + "x" * 5000, "<tool_call>" + "x" * 5000, []),
         ('<tool_call>{"name": "f", "arguments": {}} or', "} or", [("f", "{}")]),
     ],

@@ -105,6 +105,9 @@ async def test_wrong_limits_are_named(start) -> None:
     ):
         error = (await put(fleet, status=400, **limits))["error"]
         assert error["message"] == message
+    for body in (b'{"rpm":' + b"[" * 10_000, b"[1]", b"{", b'{"rpm":NaN}'):
+        answer = await fleet.http.put("/fleet/tenants/team", content=body, headers=OPS)
+        assert (answer.status_code, code_of(answer)) == (400, "invalid_request"), answer.text
     bad = (await put(fleet, "a%20b", status=400, rpm=1))["error"]
     assert bad["message"].startswith("tenant: must be 1 to 64 characters")
 
