@@ -184,9 +184,10 @@ def install(
         name = new_id()  # this response bypasses the middleware
         with request_context(name, request.headers.get("traceparent", "")):
             _LOG.error("failed to handle a request", exc_info=error)
-        return error_response(
-            InternalError("the router failed; see its log"), name, shape_of(request)
-        )
+        failure = InternalError("the router failed; see its log")
+        # The server closes the connection after an exception.
+        closes = ((b"connection", b"close"),)
+        return error_response(failure, name, shape_of(request), closes)
 
     app.add_middleware(_RequestIds)
     app.add_exception_handler(BatonError, on_baton_error)

@@ -192,7 +192,8 @@ async def test_calls_are_metrics_of_the_conventions_with_the_trace_as_exemplar(f
 )
 async def test_a_fault_of_ours_is_a_span_and_a_500_in_the_metrics(fleet, spans, monkeypatch, place):
     monkeypatch.setattr(place, lambda *_: 1 / 0)
-    assert (await fleet.chat()).status_code == 500
+    answer = await fleet.chat()
+    assert (answer.status_code, answer.headers["connection"]) == (500, "close")
     await until(lambda: len(spans()) == 1)
     page = (await fleet.http.get("/metrics")).text
     [line] = [line for line in page.splitlines() if line.startswith("baton_requests_total{")]
