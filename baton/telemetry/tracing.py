@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 MAX_PASSED = 8192  # characters of `baggage`: W3C's limit
+MAX_PARENT = 512  # characters of `traceparent`: beyond it OpenTelemetry logs a warning
 _ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - these are no address of a server
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-[0-9a-f]{16}-([0-9a-f]{2})")
 
@@ -69,9 +70,9 @@ def _pipeline(component: str) -> "tuple[TracerProvider, SpanExporter]":
     return provider, exporter
 
 
-def passed_on(value: str) -> str:
+def passed_on(value: str, limit: int = MAX_PASSED) -> str:
     """Return a field of a client's trace context, or ``""`` if it is too long or no ASCII."""
-    return value if len(value) <= MAX_PASSED and value.isascii() and value.isprintable() else ""
+    return value if len(value) <= limit and value.isascii() and value.isprintable() else ""
 
 
 def tracestate_of(span: trace.Span) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
-from baton.telemetry.tracing import passed_on
+from baton.telemetry.tracing import MAX_PARENT, passed_on
 from baton.types.errors import InvalidRequestError
 from router.frontend.api.bodies.fields import Ignored
 from router.frontend.api.call_headers import client_id_of
@@ -66,7 +66,7 @@ def read_headers(
     for name in unread_hints(headers):
         ignored.hint(name)
     access = router.access.of(headers)
-    traceparent = passed_on(headers.get("traceparent", ""))
+    traceparent = passed_on(headers.get("traceparent", ""), MAX_PARENT)
     TENANT.set(access.tenant)
     return Caller(
         tenant=access.tenant,

@@ -137,6 +137,7 @@ async def test_hostile_context_is_left_out(fleet):
     """Its values go into messages: they are short and printable, or nothing."""
     for value in ("x" * 8193, "é=1".encode("latin-1")):
         await fleet.chat(headers={"traceparent": CLIENT, "baggage": value, "tracestate": value})
+    await fleet.chat(headers={"traceparent": f"{CLIENT}-{'x' * 512}", "tracestate": "a=1"})
     await fleet.chat(headers={"tracestate": "a=1"})  # of no trace
     for sent in fleet.workers["decode-0"].submissions:
         assert (sent.baggage, sent.tracestate) == ("", "")
