@@ -12,6 +12,7 @@ from baton.config.section import Section
 from baton.control_groups import usable_cpus
 
 CORES_OF_A_ROUTER = 4
+MAX_WORKERS = 1024  # of both roles together
 
 
 class EngineConfig(Section):
@@ -120,8 +121,8 @@ class AutoPoolsConfig(Section):
             costs in this currency.
     """
 
-    min: Annotated[int, Field(ge=0, le=1024)] | None = None
-    max: Annotated[int, Field(ge=1, le=1024)] | None = None
+    min: Annotated[int, Field(ge=0, le=MAX_WORKERS)] | None = None
+    max: Annotated[int, Field(ge=1, le=MAX_WORKERS)] | None = None
     price_per_hour: Annotated[float, Field(ge=0.0, le=1_000_000.0)] = 0.0
 
     @model_validator(mode="after")

@@ -36,6 +36,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from baton.config.fleet_file import FleetConfig
+from baton.config.pools import MAX_WORKERS
 from baton.planner.state import WorkerState
 from baton.registry import wanted_sizes as wanted
 from baton.registry.admin_commands import AdminCommand, CommandReply
@@ -172,8 +173,10 @@ class CommandDesk:
     async def _scale(self, arguments: Mapping[str, Any]) -> CommandReply:
         wanted: dict[str, int] = {str(r): n for r, n in self.machine.wanted.items()}
         for role, size in arguments.items():
-            if role not in ("prefill", "decode") or not isinstance(size, int) or size < 0:
-                return CommandReply(f"cannot scale {role} to {size}: use prefill=N or decode=N")
+            is_size = isinstance(size, int) and 0 <= size <= MAX_WORKERS
+            if role not in ("prefill", "decode") or not is_size:
+                usage = f"use prefill=N or decode=N, with N up to {MAX_WORKERS}"
+                return CommandReply(f"cannot scale {role} to {size}: {usage}")
             wanted[role] = size
         nodes = await self.placements.nodes()
         if why := self._why_not_sizes(wanted, nodes):

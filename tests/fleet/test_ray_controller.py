@@ -304,6 +304,16 @@ async def test_a_new_controller_plans_if_the_old_one_did(
     await registry.close()
 
 
+@pytest.mark.parametrize("size", [-1, 1025, 2**32])
+async def test_a_size_that_no_fleet_has_is_refused(controller: ControllerActor, size: int) -> None:
+    order = AdminCommand("token", "scale", arguments={"decode": size})
+    reply = await controller._desk.execute(order)
+    assert (
+        reply.problem
+        == f"cannot scale decode to {size}: use prefill=N or decode=N, with N up to 1024"
+    )
+
+
 async def test_a_slow_worker_of_a_later_epoch_than_its_name_is_adopted_as_it_is(
     controller: ControllerActor, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
