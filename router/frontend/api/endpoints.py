@@ -73,8 +73,7 @@ async def read_body(request: Request, router: Process, *, deadline_s: float = 0.
     settings = router.settings
     own_s = router.settings.clients.body_timeout_s
     limit_bytes = settings.max_body_bytes
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > limit_bytes:
+    if declares_more(request, limit_bytes):
         raise _too_large(limit_bytes)
     decoder = Gunzip.of(request.headers.get("content-encoding", ""))
     body = bytearray()
@@ -102,6 +101,12 @@ async def read_body(request: Request, router: Process, *, deadline_s: float = 0.
     if decoder is not None:
         decoder.end()
     return utf8_of(bytes(body))
+
+
+def declares_more(request: Request, limit_bytes: int) -> bool:
+    """Return whether the header declares a larger body. Zeros may precede up to 20 digits."""
+    declared = request.headers.get("content-length", "0")
+    return declared.isdecimal() and int(declared[-20:]) > limit_bytes
 
 
 def page_of(entries: Sequence[dict[str, Any]], limit: int, after: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from baton.types.errors import (
     SlowRequestError,
     UnsupportedMediaError,
 )
+from router.frontend.api.endpoints import declares_more
 from router.routing.checks.fair_limit import FairLimit
 
 _FORM_BYTES = 64 * 1024  # for the form's content besides the file
@@ -54,8 +55,7 @@ async def read_upload(
     if not kind.lower().startswith("multipart/form-data"):
         raise UnsupportedMediaError.at("content-type", "must be multipart/form-data")
     limit_bytes = limits.batch.max_file_bytes
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > limit_bytes + _FORM_BYTES:
+    if declares_more(request, limit_bytes + _FORM_BYTES):
         raise _too_large(limit_bytes)
     stream = _bounded(request, limit_bytes)
     parser = MultiPartParser(request.headers, stream, max_files=1, max_fields=_MAX_FIELDS)

@@ -433,7 +433,8 @@ async def test_what_is_kept_can_be_read_and_taken_away(answering):
             "previous_response_not_found",
             "previous_response_id",
         )
-    for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=nothing"):
+    padded = "limit=000000001" + "0" * 5000
+    for query in ("limit=0", "limit=101", "limit=x", padded, "order=up", "after=nothing"):
         again = await fleet.http.post("/v1/responses", json={"model": MODEL, "input": "hi"})
         url = f"/v1/responses/{again.json()['id']}/input_items?{query}"
         refused = await fleet.http.get(url)

@@ -117,6 +117,13 @@ async def test_the_limit_of_the_header_is_exact(serve, more, pieces):
     assert got.startswith(b"HTTP/1.1 413" if more else b"HTTP/1.1 200"), got[:200]
 
 
+async def test_zeros_may_precede_the_length_of_a_body(serve):
+    router = await serve(Script())
+    asked = call(b"connection: close\r\n", json.dumps(ASKED).encode())
+    padded = asked.replace(b"content-length: ", b"content-length: " + b"0" * 5000)
+    assert (await answers(router, padded)).startswith(b"HTTP/1.1 200")
+
+
 async def test_no_location_is_made_of_what_the_client_sends(serve):
     """A slash at the end led to http:// and to any host, with the prompt and the key."""
     router = await serve()

@@ -209,10 +209,10 @@ def _truncated(whole: Translation, arrival: Arrival) -> Translation:
 def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """Return a page of a list, newest first by default."""
     order = query.get("order", "desc")
-    limit = query.get("limit")
+    limit = query.get("limit", str(_PAGE))
     if order not in ("asc", "desc"):
         raise InvalidRequestError.at("order", f"must be asc or desc (got {order[:40]!r})")
-    if limit is not None and not (limit.isdecimal() and 1 <= int(limit[:9]) <= _MAX_PAGE):
+    if not (limit.isdecimal() and len(limit) <= 9 and 1 <= int(limit) <= _MAX_PAGE):
         raise InvalidRequestError.at("limit", f"must be 1 to {_MAX_PAGE} (got {limit[:40]!r})")
     listed = list(items) if order == "asc" else list(reversed(items))
-    return page_of(listed, int(limit) if limit is not None else _PAGE, query.get("after", ""))
+    return page_of(listed, int(limit), query.get("after", ""))
