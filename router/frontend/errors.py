@@ -209,7 +209,9 @@ def sentence(item: Any) -> str:
     else:
         message = re.sub(r"^\w+ should", "must", str(item["msg"])).replace("valid list", "list")
         message = re.sub(r" after validation(, not \d+)?$", "", message)
-    given = item.get("input")
+    if "input" not in item:
+        return message
+    given = item["input"]
     if isinstance(given, dict) and len(given) > _SHOWN_FIELDS:  # they would be sorted
         given = dict(islice(given.items(), _SHOWN_FIELDS))
     shown = repr(given) if isinstance(given, int | float) else _SHORT.repr(given)

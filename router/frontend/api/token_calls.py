@@ -14,6 +14,7 @@ from router.frontend.api.bodies.common import OperatorBody
 from router.frontend.api.bodies.completion import CompletionBody
 from router.frontend.api.bodies.generate import GenerateBody, GenerateSampling, TokensBody
 from router.frontend.api.bodies.generation import GenerationBody
+from router.frontend.api.bodies.parse import parse_operators
 from router.frontend.api.call_headers import client_id_of
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.api.formats.openai import TokensFormat
@@ -45,7 +46,7 @@ def routes(router: Process) -> Endpoints:
         """End requests of the caller's key, or for operators of any, with the tokens they have."""
         access = router.access.of(request.headers)
         raw = await read_body(request, router)
-        names = (await off_loop(len(raw), lambda: _AbortBody.parse(raw))).request_ids
+        names = (await off_loop(len(raw), lambda: parse_operators(_AbortBody, raw))).request_ids
         wanted = {names} if isinstance(names, str) else set(names)
         for lane in router.lanes:
             for active in list(lane.gateway.active.values()):

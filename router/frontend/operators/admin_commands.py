@@ -18,6 +18,7 @@ from baton.registry.admin_commands import AdminCommands, CommandReply
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.types.errors import InvalidRequestError, UnavailableError
 from router.frontend.api.bodies.common import OperatorBody
+from router.frontend.api.bodies.parse import parse_operators
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.audited import source_of
 from router.process import Process
@@ -27,12 +28,15 @@ _FREE = {"free_cpus", "free_gpus"}
 _OF_ALL = ("ping", "slots", "nodes", "restart", "roll", "close", "open")
 
 
+_Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # msgpack has no larger ones
+
+
 class _CommandBody(OperatorBody):
     verb: Annotated[str, Field(pattern=r"^[a-z]{1,16}$")]
     workers: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=1024)] = Field(
         default_factory=list
     )
-    arguments: dict[str, int | bool | Annotated[str, Field(max_length=256)]] = Field(
+    arguments: dict[str, _Int64 | bool | Annotated[str, Field(max_length=256)]] = Field(
         default_factory=dict
     )
     timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0
@@ -52,7 +56,7 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
     async def order(request: Request) -> dict[str, Any]:
         """Send an admin command to the controller and wait for its answer."""
         router.access.check_change(request.headers)
-        body = _CommandBody.parse(await read_body(request, router))
+        body = parse_operators(_CommandBody, await read_body(request, router))
         if body.verb in _SUPERVISOR_VERBS:
             raise InvalidRequestError.at("verb", f"{body.verb} is available only to the supervisor")
         who = router.access.name(request.headers)

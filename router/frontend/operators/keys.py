@@ -24,6 +24,7 @@ from baton.registry.redis_store import RegistryUnavailableError
 from baton.tenants.key_record import KeyRecord
 from baton.types.errors import InvalidRequestError, UnavailableError
 from router.frontend.api.bodies.common import OperatorBody
+from router.frontend.api.bodies.parse import parse_operators
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.audited import audited
 from router.frontend.group.siblings import OWN_ANSWER
@@ -103,7 +104,7 @@ def _add_issue(api: Endpoints, router: Process, keys: KeyExchange, check: _Check
     async def create(request: Request) -> dict[str, Any]:
         """Issue keys. Those that exist with the same rights are left as they are."""
         check(request)
-        body = _NewKeys.parse(await read_body(request, router))
+        body = parse_operators(_NewKeys, await read_body(request, router))
         now_ms = _now_ms()
         for new in body.keys:
             _check_rights(new.rights, router)
@@ -129,7 +130,7 @@ def _add_ends(api: Endpoints, router: Process, keys: KeyExchange, check: _Check)
     async def rotate(request: Request, key_id: str) -> dict[str, Any]:
         """Issue a key with the rights of another one, which expires after the overlap."""
         check(request)
-        body = _Successor.parse(await read_body(request, router))
+        body = parse_operators(_Successor, await read_body(request, router))
         now_ms = _now_ms()
         try:
             old = await keys.change(

@@ -24,6 +24,7 @@ from baton.types.gates import MAX_GOLDEN, GoldenPrompt, GoldenRound
 from baton.types.routes import NameRoute, RouteTable
 from baton.types.versioned import TableChangeError
 from router.frontend.api.bodies.common import OperatorBody
+from router.frontend.api.bodies.parse import parse_operators
 from router.frontend.api.endpoints import Endpoints, read_body
 from router.frontend.audited import audited
 from router.frontend.operators.admin_commands import ask
@@ -100,7 +101,7 @@ def routes(router: Process, desks: Mapping[str, AdminCommands]) -> Endpoints:
     async def change(request: Request) -> dict[str, Any]:
         """Change the models of a name. Every router applies it within a second."""
         router.access.check_change(request.headers)
-        body = _ChangeBody.parse(await read_body(request, router))
+        body = parse_operators(_ChangeBody, await read_body(request, router))
         if body.verb in ("load", "unload"):
             lane = _lane_to_load(router, body)
             name = lane.model.names[0]

@@ -99,6 +99,26 @@ async def test_what_the_controller_says_no_to_is_the_clients_fault(registry, con
     assert [order.worker_ids for order in controller] == [("decode-9",)]
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"workers": ["decode-0", 5]}, "workers[1]: must be a valid string"),
+        ({"arguments": {"decode": 2**64}}, f"arguments.decode: must be less than {2**63}"),
+        ({"arguments": {"lines": []}}, "arguments.lines: must be a valid"),
+        ({"verb": "Drain"}, "verb: must match pattern"),
+    ],
+)
+async def test_a_wrong_value_is_named_and_not_shown(registry, controller, fields, message) -> None:
+    async with client(registry, KEYS) as http:
+        answer = await http.post(
+            "/fleet/orders", json={**DRAIN, **fields}, headers=bearer("key-of-ops")
+        )
+    assert (answer.status_code, controller) == (400, [])
+    error = answer.json()["error"]
+    assert error["message"].startswith(message) and "got" not in error["message"]
+    assert error["param"] == message.partition(":")[0]
+
+
 async def test_without_a_controller_or_redis_it_is_said(registry, redis_server) -> None:
     async with client(registry, KEYS) as http:
         order = {**DRAIN, "timeout_s": 0.2}

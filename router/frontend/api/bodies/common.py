@@ -1,18 +1,10 @@
 """Base classes of request bodies, and field types with their limits."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from baton.types.errors import InvalidRequestError
 from router.frontend.api.bodies.fields import Refused
 from router.frontend.errors import MISSING_HERE
 
@@ -35,23 +27,9 @@ def missing_here(field: str) -> PydanticCustomError:
 
 
 class OperatorBody(BaseModel):
-    """A JSON object of an operator's request."""
+    """A JSON object of an operator's request, read by ``parse_operators``."""
 
     model_config = ConfigDict(extra="forbid")
-
-    @classmethod
-    def parse(cls, raw: bytes) -> Self:
-        """Check a JSON text.
-
-        Raises:
-            InvalidRequestError: It is no such object. The error names the first invalid field.
-        """
-        try:
-            return cls.model_validate_json(raw)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "body"
-            raise InvalidRequestError.at(where, first["msg"]) from error
 
     @model_validator(mode="before")
     @classmethod

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from baton.types.errors import InvalidRequestError
-from router.frontend.api.bodies.common import Body
+from router.frontend.api.bodies.common import Body, OperatorBody
 from router.frontend.api.bodies.decimals import refuse_long_decimals
 from router.frontend.api.bodies.fields import Ignored, refuse
 from router.frontend.errors import MISSING_HERE, sentence
@@ -35,6 +35,7 @@ _SLICE_BYTES = 64 * 1024
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{:,'))
 
 _Kind = TypeVar("_Kind", bound=Body)
+_Operators = TypeVar("_Operators", bound=OperatorBody)
 _Kinds = tuple[type[Body], ...]
 
 
@@ -56,6 +57,15 @@ def parse(
     data = decoded(raw)
     refuse_long_decimals(raw, data)
     return checked(kind, data, ignored, model=model)
+
+
+def parse_operators(kind: type[_Operators], raw: bytes) -> _Operators:
+    """Check a body of an operator, of which errors show no value; see `parse`."""
+    data = decoded(raw)
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _first_error(error, data, shows_value=False) from error
 
 
 def decoded(raw: bytes) -> dict[str, Any]:
@@ -229,13 +239,16 @@ def _bodies_in(annotation: Any) -> _Kinds:
     return tuple(kind for inner in get_args(annotation) for kind in _bodies_in(inner))
 
 
-def _first_error(error: ValidationError, data: Any) -> InvalidRequestError:
+def _first_error(
+    error: ValidationError, data: Any, *, shows_value: bool = True
+) -> InvalidRequestError:
     """Report the first invalid field. Of a union, report the branches that matched deepest."""
     if error.error_count() > _MAX_FAULTS:
         return InvalidRequestError(
             f"the body has {error.error_count()} invalid values, too many to list"
         )
-    placed = [(_place(item, data), item) for item in error.errors(include_url=False)]
+    listed = error.errors(include_url=False, include_input=shows_value)
+    placed = [(_place(item, data), item) for item in listed]
     first = placed[0][0][:1]
     same = [(place, item) for place, item in placed if place[:1] == first]
     depth = max(len(place) for place, _ in same)
