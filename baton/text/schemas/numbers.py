@@ -119,7 +119,7 @@ def _integers(bounds: Schema) -> Schema | None:
     high = _CLAMPED
     for keyword, bound in bounds.items():
         is_low = keyword in ("minimum", "exclusiveMinimum")
-        if not math.isfinite(bound):
+        if not abs(bound) < math.inf:  # `isfinite` takes no integer beyond the doubles
             if is_low == (bound > 0):
                 return None
             continue
@@ -127,6 +127,8 @@ def _integers(bounds: Schema) -> Schema | None:
             low = max(low, math.floor(bound) + 1 if keyword != "minimum" else math.ceil(bound))
         else:
             high = min(high, math.ceil(bound) - 1 if keyword != "maximum" else math.floor(bound))
+    if low > min(high, _MOST_INTEGER):
+        return None
     low = _double(low, up=True)
     high = high if high == _CLAMPED else _double(high, up=False)
     if low > high or low > _MOST_INTEGER:
@@ -150,7 +152,7 @@ def _reals(bounds: Schema) -> Schema | None:
         if abs(bound) > _MOST_REAL:
             if is_low == (bound > 0):
                 return None
-            bound = math.copysign(_MOST_REAL, bound)
+            bound = _MOST_REAL if bound > 0 else -_MOST_REAL
         found[keyword] = _decimal(bound, up=is_low)
     if any(bound > _EXACT for bound in found.values()) and not found.keys() & _BOUNDS_ABOVE:
         found["maximum"] = _MOST_REAL

@@ -16,6 +16,7 @@ from baton.types.errors import GrammarError
 END = 256
 COMPILER = GrammarCompiler(Vocabulary([bytes([i]) for i in range(END)] + [b"<end>"], [END], [END]))
 INT64 = 2**63
+BEYOND_DOUBLES = 10**310
 
 
 def accepted(schema: Any, texts: Iterable[str]) -> list[str]:
@@ -68,6 +69,8 @@ CHANGED = [
     ("minimum", {"type": "integer", "minimum": INT64, "maximum": 2**64 - 1}),
     ("minimum", {"type": "number", "minimum": 1e19}),
     ("maximum", {"type": "integer", "maximum": -INT64 * 4}),
+    ("minimum", {"type": "integer", "minimum": BEYOND_DOUBLES}),
+    ("maximum", {"type": "number", "maximum": -BEYOND_DOUBLES}),
     ("minLength", {"type": "string", "minLength": INT64}),
     ("minItems", {"type": "array", "minItems": 2**64}),
     ("multipleOf", {"type": "integer", "multipleOf": 2**53 + 1}),
@@ -104,6 +107,7 @@ def test_a_number_that_would_change_is_refused_by_keyword_and_place(
         ({"exclusiveMinimum": 2**62}, [2**62 + 2048], [2**62]),
         ({"minimum": 10**18, "exclusiveMaximum": 1e400}, [10**18 + 5], [10**17]),
         ({"minimum": 1e3, "maximum": 2000.0}, [1000, 2000], [999, 2001]),
+        ({"minimum": 5, "maximum": BEYOND_DOUBLES}, [5], [4]),
     ],
     ids=str,
 )
@@ -122,6 +126,7 @@ def test_bounds_of_integers_hold(
         ({"minimum": 2**53 + 1}, [str(10**17)], [str(2**53), f"{2**53}.5"]),
         ({"minimum": 0.1, "maximum": 0.3}, ["0.1", "0.2"], ["0.09", "0.31"]),
         ({"maximum": 1e400}, ["5"], []),
+        ({"minimum": -BEYOND_DOUBLES, "maximum": 5}, ["5"], ["6"]),
     ],
     ids=str,
 )
