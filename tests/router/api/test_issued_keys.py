@@ -402,12 +402,12 @@ async def test_a_batch_runs_with_the_rights_of_its_tenant_while_that_has_a_valid
 async def test_what_cannot_be_issued_is_named(start):
     fleet = await start()
     for change, said in (
-        ({"id": "ABC"}, "keys.0.id"),
-        ({"sha256": "0"}, "keys.0.sha256"),
-        ({"expires_s": 0}, "keys.0.expires_s"),
-        ({"rights": {"tenant": "a b"}}, "keys.0.rights.tenant"),
-        ({"rights": {"tenant": "a", "role": "king"}}, "keys.0.rights.role"),
-        ({"secret": "x"}, "keys.0.secret"),
+        ({"id": "ABC"}, "keys[0].id"),
+        ({"sha256": "0"}, "keys[0].sha256"),
+        ({"expires_s": 0}, "keys[0].expires_s"),
+        ({"rights": {"tenant": "a b"}}, "keys[0].rights.tenant"),
+        ({"rights": {"tenant": "a", "role": "king"}}, "keys[0].rights.role"),
+        ({"secret": "x"}, "keys[0].secret"),
         ({"rights": {"log_text": True}}, "log_text needs"),
         ({"rights": {"adapters": "own"}}, "`adapters: own` needs"),
     ):
