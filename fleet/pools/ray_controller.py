@@ -420,8 +420,9 @@ class ControllerActor:
                 answer = CommandReply(data=await self.stop())
             else:
                 answer = await self._desk.execute(order)
-        except (RayError, RuntimeError, ValueError, TypeError) as error:
-            answer = CommandReply(f"{order.verb} failed: {error}")
+        except Exception as error:  # noqa: BLE001 - without an answer the operator waits in vain
+            _LOG.exception("cannot execute a command: %s", order.verb)
+            answer = CommandReply(f"{order.verb} failed: {str(error) or type(error).__name__}")
         await audit_order(self._audit, order, answer, before, self._desk.requested())
         with contextlib.suppress(RegistryUnavailableError):
             await self._wanted_state.note(self._machine, self._desk.planning)

@@ -20,13 +20,14 @@ from ray.exceptions import ActorUnschedulableError, NodeDiedError, RayActorError
 from baton.config.clients import SloConfig
 from baton.config.fleet_file import FleetConfig, PoolsConfig
 from baton.registry import wanted_sizes as wanted
-from baton.registry.admin_commands import AdminCommand, CommandReply
+from baton.registry.admin_commands import AdminCommand, AdminCommands, CommandReply
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import WorkerRecord
 from baton.registry.workers import was_replaced
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools import adoption, liveness, placement, ray_controller
+from fleet.pools.admin_commands import CommandDesk
 from fleet.pools.liveness import ReportedRole, ShellProcess, StandstillGuard
 from fleet.pools.nodes import Node
 from fleet.pools.ray_controller import ControllerActor
@@ -312,6 +313,23 @@ async def test_a_size_that_no_fleet_has_is_refused(controller: ControllerActor, 
         reply.problem
         == f"cannot scale decode to {size}: use prefill=N or decode=N, with N up to 1024"
     )
+
+
+async def test_an_order_that_raises_is_answered(
+    controller: ControllerActor, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_memory(*_: object) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr(CommandDesk, "_why_not_sizes", without_memory)
+    registry = Registry(redis_server.url, "test")
+    asking = asyncio.create_task(AdminCommands(registry).ask("scale", arguments={"decode": 2}))
+    while (order := await controller._orders.take()) is None:
+        await asyncio.sleep(0.01)
+    await controller._execute(order)
+    reply = await asking
+    assert reply is not None and reply.problem == "scale failed: MemoryError"
+    await registry.close()
 
 
 async def test_a_slow_worker_of_a_later_epoch_than_its_name_is_adopted_as_it_is(
