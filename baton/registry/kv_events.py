@@ -193,4 +193,4 @@ class KvEventPublisher:
                 batch = self._ledger.take_batch()
                 await self._registry.blocks.publish(batch, self._ledger.checksum)
         if (fold := self._ledger.take_fold()) is not None:
-            await self._registry.blocks.fold(fold)
+            await self._registry.blocks.replace(fold)

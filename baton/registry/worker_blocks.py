@@ -67,17 +67,14 @@ class WorkerBlocks:
 
     async def publish_snapshot(self, snapshot: Snapshot, checksum: int) -> None:
         """Replace the worker's whole set and let readers read it again."""
-        await self._replace(
+        await self.replace(
             snapshot,
             *self._stamp(snapshot.incarnation, snapshot.sequence, checksum),
             self._append(snapshot.incarnation, snapshot.sequence, "k", "s"),
         )
 
-    async def fold(self, snapshot: Snapshot) -> None:
-        """Replace set and log by one set with the same blocks; readers need not notice."""
-        await self._replace(snapshot)
-
-    async def _replace(self, snapshot: Snapshot, *commands: Command) -> None:
+    async def replace(self, snapshot: Snapshot, *commands: Command) -> None:
+        """Replace set and log by one set; if it has the same blocks, readers need not notice."""
         # The set has a few large values instead of one per block, since it is read as a whole.
         blocks_key, log_key, _ = self._kv_keys(snapshot.incarnation)
         scratch = blocks_key + b":new"

@@ -43,13 +43,15 @@ class BackgroundTasks:
 
     def spawn(self, work: Work, name: str) -> asyncio.Task[None]:
         """Start a task that runs once."""
-        return self._begin_once(work, name, None)
+        return self.vital(work, name, None)
 
     def vital(
-        self, work: Work, name: str, on_failure: Callable[[Exception], None]
+        self, work: Work, name: str, on_failure: Callable[[Exception], None] | None
     ) -> asyncio.Task[None]:
         """Start a task that the owner depends on; ``on_failure`` receives its exception."""
-        return self._begin_once(work, name, on_failure)
+        task = self._begin(self._once(work, name, on_failure), name)
+        task.add_done_callback(lambda _: work.close())  # cancelled before it ran a line
+        return task
 
     def keep(self, make: Callable[[], Work], name: str) -> asyncio.Task[None]:
         """Start a task that restarts after a pause whenever it raises, until it returns.
@@ -84,13 +86,6 @@ class BackgroundTasks:
             _, tasks = await asyncio.wait(tasks, timeout=CANCEL_RETRY_S)
             for task in tasks:
                 _LOG.warning("task %s ignored cancellation; cancelling again", task.get_name())
-
-    def _begin_once(
-        self, work: Work, name: str, on_failure: Callable[[Exception], None] | None
-    ) -> asyncio.Task[None]:
-        task = self._begin(self._once(work, name, on_failure), name)
-        task.add_done_callback(lambda _: work.close())  # cancelled before it ran a line
-        return task
 
     def _begin(self, work: Work, name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=f"{self._owner}: {name}")

@@ -73,7 +73,7 @@ class EngineRequest:
     submitted_ns: int = 0
     prompt_done_ns: int = 0
     tier_tokens: dict[str, int] = field(default_factory=dict)  # restored from tiers, by tier
-    input_ns: int = 0  # its part of the steps, for the prompt; see ``charges.py``
+    input_ns: int = 0  # its part of the steps, for the prompt; see ``core.divided``
     output_ns: int = 0  # the same for generated tokens
 
     def __post_init__(self) -> None:

@@ -253,7 +253,12 @@ class RankProcesses:
 
     def wait_until(self, stage: type[Started] | type[WeightsLoaded]) -> None:
         """Wait until every rank has reported this stage."""
-        self._wait(lambda rank: stage in rank.reached, stage.__name__)
+        until = time.monotonic() + LOAD_TIMEOUT_S
+        while waiting := [rank.socket for rank in self._ranks if stage not in rank.reached]:
+            left = until - time.monotonic()
+            if not select.select(waiting, [], [], max(left, 0.0))[0]:
+                raise RankError(f"a rank was not {stage.__name__} within {LOAD_TIMEOUT_S:.0f} s")
+            self.check()
 
     def prepare(self, ref: AdapterRef, own: Callable[[], _T]) -> _T:
         """Return ``own()``, while every rank reads the adapter; call from one thread only.
@@ -285,14 +290,6 @@ class RankProcesses:
     def _problems(self, digest: str) -> list[str]:
         answers = [_prepared(number, rank, digest) for number, rank in enumerate(self._ranks, 1)]
         return [answer.problem for answer in answers if answer.problem]
-
-    def _wait(self, is_done: Callable[[_Rank], bool], what: str) -> None:
-        until = time.monotonic() + LOAD_TIMEOUT_S
-        while waiting := [rank for rank in self._ranks if not is_done(rank)]:
-            left = until - time.monotonic()
-            if not select.select([rank.socket for rank in waiting], [], [], max(left, 0.0))[0]:
-                raise RankError(f"a rank was not {what} within {LOAD_TIMEOUT_S:.0f} s")
-            self.check()
 
     def check(self) -> None:
         """Read the reports of the ranks."""
