@@ -334,9 +334,6 @@ class Tombstones:
     def __init__(self) -> None:
         self._graves: OrderedDict[Key, tuple[int, BatonError]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._graves)
-
     def add(self, key: Key, error: BatonError, now_ns: int) -> None:
         """Refuse this submission with ``error``, if it arrives."""
         self._graves[key] = now_ns, error

@@ -94,8 +94,8 @@ def _counted(title: str, metric: str, *by: str) -> Panel:
 
 
 _OUR_PREFIX = "baton_prefix_tokens_total"
-_ROUTER = 'component="router"'
-_FOUND_LOCALLY = f'{_ROUTER}, source="local"'
+_AT_ROUTER = 'component="router"'
+_FOUND_LOCALLY = f'{_AT_ROUTER}, source="local"'
 _GOOD = 'outcome="good"'
 _PREFILL_ROWS = 'kind="prefill"'
 _PREFILL_STEPS = 'kind=~"prefill|mixed"'
@@ -246,14 +246,14 @@ _KV = (
         "Prompt tokens per second by source",
         "short",
         "{{source}}",
-        _rate(_OUR_PREFIX, "source", where=_ROUTER),
+        _rate(_OUR_PREFIX, "source", where=_AT_ROUTER),
         stacked=True,
     ),
     _plot(
         "Prefix cache hit rate",
         "percentunit",
         "cached",
-        f"{_rate(_OUR_PREFIX, where=_FOUND_LOCALLY)} / {_rate(_OUR_PREFIX, where=_ROUTER)}",
+        f"{_rate(_OUR_PREFIX, where=_FOUND_LOCALLY)} / {_rate(_OUR_PREFIX, where=_AT_ROUTER)}",
     ),
     _counted("Hand-offs per second", "baton_transfers", "worker", "outcome"),
     _by("KV transfer rate", "Bps", _rate, "baton_transfer_bytes_total", "worker", "direction"),

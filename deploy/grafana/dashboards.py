@@ -15,6 +15,7 @@ DEFAULT_PRICE = "1.0"
 
 _PANEL_WIDTH = 12
 _PANEL_HEIGHT = 8
+_DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def dashboard(name: str) -> dict[str, Any]:
@@ -34,13 +35,12 @@ def dashboard(name: str) -> dict[str, Any]:
 
 
 def _variables(name: str) -> list[dict[str, Any]]:
-    datasource = {"type": "prometheus", "uid": "${datasource}"}
     found: list[dict[str, Any]] = [
         {"name": "datasource", "type": "datasource", "query": "prometheus"},
         {
             "name": "fleet",
             "type": "query",
-            "datasource": datasource,
+            "datasource": _DATASOURCE,
             "query": {"query": "label_values(baton_workers, fleet)", "refId": "fleet"},
             "refresh": 2,
         },
@@ -60,7 +60,6 @@ def _variables(name: str) -> list[dict[str, Any]]:
 
 def _panel(place: int, panel: Panel) -> dict[str, Any]:
     row, column = divmod(place, 2)
-    datasource = {"type": "prometheus", "uid": "${datasource}"}
     stacking = {"mode": "normal" if panel.stacked else "none", "group": "A"}
     custom = {"fillOpacity": 30 if panel.stacked else 0, "stacking": stacking}
     return {
@@ -68,7 +67,7 @@ def _panel(place: int, panel: Panel) -> dict[str, Any]:
         "type": "timeseries",
         "title": panel.title,
         "description": panel.text,
-        "datasource": datasource,
+        "datasource": _DATASOURCE,
         "gridPos": {
             "x": column * _PANEL_WIDTH,
             "y": row * _PANEL_HEIGHT,
@@ -83,7 +82,7 @@ def _panel(place: int, panel: Panel) -> dict[str, Any]:
         "targets": [
             {
                 "refId": chr(ord("A") + number),
-                "datasource": datasource,
+                "datasource": _DATASOURCE,
                 "expr": query,
                 "legendFormat": legend,
             }

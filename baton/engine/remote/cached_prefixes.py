@@ -89,9 +89,6 @@ class RecentBlocks:
         self._used: OrderedDict[bytes, int] = OrderedDict()  # when, the longest ago first
         self._time = 0
 
-    def __len__(self) -> int:
-        return len(self._used)
-
     def expected(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
         """Return when each of the first blocks was used that are cached, in whole blocks."""
         known = sum(1 for _ in takewhile(self._used.__contains__, hashes))
@@ -152,7 +149,7 @@ class ApproximatePrefixes(RecentBlocks, CachedPrefixes):
     @property
     def held_blocks(self) -> int:
         """Number of Baton's blocks that are cached."""
-        return len(self)
+        return len(self._used)
 
     def cached_tokens(self, hashes: Sequence[bytes]) -> int:
         """Return the cached tokens of a prompt with these block hashes, in whole blocks."""
