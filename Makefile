@@ -16,6 +16,8 @@ PYTEST := $(BIN)/pytest
 SOAKED := tests/kvtransfer/test_handoff_model.py tests/engine/core/test_scheduler.py tests/engine/core/test_speculation.py \
   tests/router/requests/test_stream_model.py tests/router/requests/test_admission.py tests/router/placement/test_block_table.py \
   tests/workers/test_credit.py tests/router/placement/test_prefix_index.py tests/loadtest/simulator/test_simulator.py
+# From the longest to the shortest: two run at a time.
+VLLM := fleet attached images baton_hand_off data_parallel versions tiers adapters flags
 # The load of other tests is a cause of its own.
 ALONE := tests/e2e/test_causes_under_load.py
 
@@ -93,7 +95,7 @@ test-clients: $(VENV)/.dev ## test common API clients, each in its own environme
 
 test-vllm: $(VENV)/.dev ## test a fleet of real vLLM workers; its environment takes 3.5 GB in ~/.cache/baton
 	@$(BIN)/python -m tests.vllm.environment
-	$(PYTEST) -q tests/vllm/test_fleet.py tests/vllm/test_adapters.py tests/vllm/test_attached.py tests/vllm/test_data_parallel.py tests/vllm/test_baton_hand_off.py tests/vllm/test_flags.py tests/vllm/test_images.py tests/vllm/test_versions.py tests/vllm/test_tiers.py
+	$(PYTEST) -q -n 2 --dist loadscope $(VLLM:%=tests/vllm/test_%.py)
 
 test-vllm-hand-off: $(VENV)/.dev ## test KV hand-offs by NIXL and by Baton between vLLM workers, and kills of each process
 	@$(BIN)/python -m tests.vllm.environment

@@ -10,5 +10,5 @@ ARGS = (
     *("--dtype", "float32"),
     *("--block-size", "32"),
     "--enforce-eager",
-    *("--kv-cache-memory-bytes", "1073741824"),
+    *("--kv-cache-memory-bytes", "536870912"),
 )

@@ -88,11 +88,13 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("vllm")
     served = Served([sys.executable, "-m", "fleet.cli.main", "up"], folder, CONFIG)
     try:
-        yield Fleet(served.wait_ready(READY_S))
+        fleet = Fleet(served.wait_ready(READY_S))
+        assert vllm_processes(folder)
+        yield fleet
     finally:
         served.process.terminate()
         served.process.wait(60)
-    wait_for(lambda: not vllm_processes(), 20)
+    wait_for(lambda: not vllm_processes(folder), 20)
 
 
 def sockets(fleet: Fleet) -> dict[str, str]:
@@ -101,12 +103,13 @@ def sockets(fleet: Fleet) -> dict[str, str]:
     return {name: line[line.index("--uds") + 1] for name, line in lines.items()}
 
 
-def vllm_processes() -> list[psutil.Process]:
-    """Return the servers of vLLM that workers have started."""
+def vllm_processes(folder: Path) -> list[psutil.Process]:
+    """Return the servers of vLLM that workers of a fleet have started, which is in ``folder``."""
     return [
         one
-        for one in psutil.process_iter(["cmdline"])
+        for one in psutil.process_iter(["cmdline", "environ"])
         if "/baton-vllm-" in " ".join(one.info["cmdline"] or ())
+        and (one.info["environ"] or {}).get("BATON_HOME") == str(folder)
     ]
 
 

@@ -68,11 +68,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fleet(folder: Path) -> Iterator[Fleet]:
     served = Served([sys.executable, "-m", "fleet.cli.main", "up"], folder, CONFIG)
     try:
-        yield Fleet(served.wait_ready(READY_S))
+        fleet = Fleet(served.wait_ready(READY_S))
+        assert vllm_processes(folder)
+        yield fleet
     finally:
         served.process.terminate()
         served.process.wait(60)
-    wait_for(lambda: not vllm_processes(), 20)
+    wait_for(lambda: not vllm_processes(folder), 20)
 
 
 def picture(seed: int, width: int = 100, height: int = 60) -> str:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import fields, replace
 
 import httpx
 import pytest
@@ -17,21 +17,37 @@ TURNS = 3
 LENGTH = 320  # of a prompt in its first turn
 
 
-@pytest.fixture(params=["events", "no-events"])
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Emulated, str]]:
+@pytest.fixture(scope="module", params=["events", "no-events"])
+def started(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Emulated, str]]:
     """A server with ranks, and the URL of the fleet before it."""
     port = neighbours(RANKS) if request.param == "events" else 0
     thread = ServerThread()
     emulation = Emulation(model=MODEL, root=MODEL, ranks=RANKS, events_port=port, token_s=0.001)
     one = thread.start(emulation)
     streams = [f"tcp://127.0.0.1:{port + rank}" for rank in range(RANKS)]
-    fleet = AttachedFleet(tmp_path, [{"url": one.url, "events": streams if port else []}])
+    entry = {"url": one.url, "events": streams if port else []}
+    fleet = AttachedFleet(tmp_path_factory.mktemp("ranks"), [entry])
     try:
         fleet.wait_ready()
         yield one, fleet.url
     finally:
         fleet.close()
         thread.close()
+
+
+@pytest.fixture
+def server(started: tuple[Emulated, str]) -> Iterator[tuple[Emulated, str]]:
+    """The same, as it was at its start but for what the router expects of its caches."""
+    one, _ = started
+    one.bodies.clear()
+    for rank in one.ranks:
+        rank.cache.clear()
+    before = replace(one.emulation)
+    yield started
+    for field in fields(before):
+        setattr(one.emulation, field.name, getattr(before, field.name))
 
 
 def converse(url: str, first: int, model: str = MODEL) -> int:
@@ -49,7 +65,6 @@ def converse(url: str, first: int, model: str = MODEL) -> int:
 def test_turns_go_to_the_rank_that_has_their_prefix(server: tuple[Emulated, str]) -> None:
     """vLLM alone sends them to the rank with the fewest requests, whatever it has cached."""
     one, url = server
-    one.bodies.clear()
     firsts = [1000 * number for number in range(1, 13)]
     with ThreadPoolExecutor(6) as pool:
         cached = list(pool.map(lambda first: converse(url, first), firsts))
@@ -76,9 +91,8 @@ def test_a_burst_of_one_prefix_does_not_wait_at_one_rank(server: tuple[Emulated,
     """The others compute it once each, as long as less waits there."""
     one, url = server
     one.emulation.prefill_tokens_per_s = 2000.0
-    one.bodies.clear()
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda _: converse(url, 5000), range(16)))
+        list(pool.map(lambda _: converse(url, 20_000), range(16)))
     assert {body["rank"] for body in one.bodies} == set(range(RANKS))
 
 
