@@ -186,7 +186,7 @@ def test_a_stream_goes_on_elsewhere_when_an_engine_core_is_killed(fleet: Fleet) 
 
 
 def test_nothing_is_left_after_many_requests_of_which_half_are_aborted(fleet: Fleet) -> None:
-    asyncio.run(load(fleet, 1000))
+    asyncio.run(load(fleet, 400))
     fleet.wait_until_all_are_ready()
     wait_for(fleet.is_at_rest, 30)
     for socket in sockets(fleet).values():
