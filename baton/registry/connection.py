@@ -171,8 +171,8 @@ def open_redis(url: str, max_connections: int = 32) -> redis.asyncio.Redis:
 class RoundTrips:
     """Round trips to Redis over one client, made by ``url``.
 
-    With ``joins``, what is sent in one turn of the loop goes in one round trip, which ten workers
-    of a process want. Transactions always go alone.
+    With ``joins``, what is sent in one turn of the loop goes in one round trip, for processes with
+    many workers. Transactions always go alone.
 
     Raises:
         RedisUrlError: The URL cannot be used.
@@ -237,7 +237,7 @@ def next_beat_s(every_s: float) -> float:
 
 
 async def beat(every_s: float) -> None:
-    """Sleep until then."""
+    """Sleep until `next_beat_s`."""
     await asyncio.sleep(next_beat_s(every_s) - asyncio.get_running_loop().time())
 
 

@@ -93,7 +93,7 @@ class LaneServers:
     def change(self, config: FleetConfig) -> None:
         """Follow another source. Other settings hold for workers that begin from now on.
 
-        The same source stays, as it knows the last good list of servers.
+        The same source stays, with the last good list of servers.
         """
         servers = config.pools.servers
         if servers is not None and servers != self._config.pools.servers:
