@@ -95,7 +95,7 @@ test-clients: $(VENV)/.dev ## test common API clients, each in its own environme
 
 test-vllm: $(VENV)/.dev ## test a fleet of real vLLM workers; its environment takes 3.5 GB in ~/.cache/baton
 	@$(BIN)/python -m tests.vllm.environment
-	$(PYTEST) -q -n 2 --dist loadscope $(VLLM:%=tests/vllm/test_%.py)
+	BATON_VLLM_FORKS=1 $(PYTEST) -q -n 2 --dist loadscope $(VLLM:%=tests/vllm/test_%.py)
 
 test-vllm-hand-off: $(VENV)/.dev ## test KV hand-offs by NIXL and by Baton between vLLM workers, and kills of each process
 	@$(BIN)/python -m tests.vllm.environment

@@ -237,7 +237,7 @@ def next_beat_s(every_s: float) -> float:
 
 
 async def beat(every_s: float) -> None:
-    """Sleep until `next_beat_s`."""
+    """Sleep until `next_beat_s` of this interval."""
     await asyncio.sleep(next_beat_s(every_s) - asyncio.get_running_loop().time())
 
 

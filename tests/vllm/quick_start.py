@@ -1,4 +1,4 @@
-"""Quicker starts of the vLLMs under test: `environment` installs this as their `sitecustomize`.
+"""Quicker starts of the vLLMs in `make test-vllm`: `environment` installs it as `sitecustomize`.
 
 A vLLM spawns a core and a worker, and each imports vLLM for 6.5 CPU seconds. With this they are
 forks, as in vLLM without its command line. Garbage is collected less often during the one import.

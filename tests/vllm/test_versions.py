@@ -26,8 +26,12 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("hand_off", ["baton", ""])
 async def test_an_untested_version_starts_after_its_self_test(
-    tmp_path: Path, hand_off: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    hand_off: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("BATON_VLLM_FORKS", raising=False)  # one starts as those of users do
     (tmp_path / "program.py").write_text(PROGRAM)
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {PYTHON} {tmp_path / "program.py"} "$@"\n')
