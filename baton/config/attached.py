@@ -1,13 +1,12 @@
 """Fleet file section on servers that are attached: Baton does not start or end them."""
 
-import contextlib
-import ipaddress
 import re
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter, model_validator
 
+from baton.addresses import host_name
 from baton.config.network import AbsoluteFile
 from baton.config.section import Section
 
@@ -107,9 +106,7 @@ def refuse_repeated(servers: tuple[AttachedServer, ...]) -> None:
     places = set()
     for server in servers:
         parts = urlsplit(server.url)
-        host = (parts.hostname or "").rstrip(".")
-        with contextlib.suppress(ValueError):  # of a name
-            host = str(ipaddress.ip_address(host))
+        host = host_name(parts.hostname or "")
         place = (parts.scheme, host, parts.port or _PORTS[parts.scheme], parts.path)
         if place in places:
             raise ValueError(f"contains {server.url} twice")

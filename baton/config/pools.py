@@ -12,7 +12,7 @@ from baton.config.section import Section
 from baton.control_groups import usable_cpus
 
 CORES_OF_A_ROUTER = 4
-MAX_WORKERS = 1024  # of both roles together
+MAX_WORKERS = 1024  # of a role
 
 
 class EngineConfig(Section):

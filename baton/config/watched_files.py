@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 _LOG = logging.getLogger(__name__)
-_Look = tuple[tuple[int, int, int] | None, ...]
+_Look = tuple[tuple[int, ...] | None, ...]
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class WatchedFiles(Generic[T]):
     """Current value of some files. Can be used from any thread.
 
-    A change of time, size or inode is noticed. The first exception of ``read`` propagates.
+    A change of times, size, inode or rights is noticed. The first exception of ``read`` propagates.
     """
 
     def __init__(self, files: Sequence[str | Path], read: Callable[[], T]) -> None:
@@ -59,9 +59,9 @@ class WatchedFiles(Generic[T]):
         return tuple(map(_fingerprint, self._files))
 
 
-def _fingerprint(file: Path) -> tuple[int, int, int] | None:
+def _fingerprint(file: Path) -> tuple[int, ...] | None:
     try:
         found = file.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino

@@ -63,6 +63,7 @@ _CONNECT_S = 2.0
 _AGE_S = 300.0  # of a connection, then its name is looked up again
 _SOCKET_PATH_BYTES = 107  # Linux
 _CALL_LIMIT_S = 3.0
+_JOINED_BYTES = 65_536
 _BEAT_OFFSET_S = random.random()  # processes of a host do not all write at once
 _SENTINEL_S = 0.5  # timeout per Sentinel, so that a dead one leaves time for the others
 
@@ -172,7 +173,7 @@ class RoundTrips:
     """Round trips to Redis over one client, made by ``url``.
 
     With ``joins``, what is sent in one turn of the loop goes in one round trip, for processes with
-    many workers. Transactions always go alone.
+    many workers. Transactions and large values always go alone.
 
     Raises:
         RedisUrlError: The URL cannot be used.
@@ -186,7 +187,8 @@ class RoundTrips:
 
     async def send(self, commands: Sequence[Command], *, atomic: bool) -> Sequence[Any]:
         """Send commands, and return their answers; raises the errors of redis-py."""
-        if atomic or not self._joins:
+        sizes = (len(part) for one in commands for part in one if isinstance(part, bytes))
+        if atomic or not self._joins or max(sizes, default=0) > _JOINED_BYTES:
             return await self._execute(commands, atomic=atomic)
         answered: asyncio.Future[Sequence[Any]] = asyncio.get_running_loop().create_future()
         self._waiting.append((commands, answered))
@@ -204,7 +206,7 @@ class RoundTrips:
         commands = [command for of_one, _ in waiting for command in of_one]
         try:
             answers = await self._execute(commands, atomic=False, raise_on_error=False)
-        except (TimeoutError, RedisError, OSError, RedisUrlError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - each caller gets it
             answers = [error] * len(commands)
         each = iter(answers)
         for of_one, answered in waiting:

@@ -16,6 +16,7 @@ from functools import partial
 
 import msgspec
 
+from baton.addresses import host_name
 from baton.config.fleet_file import FleetConfig
 from baton.engine import block_names
 from baton.engine.llama_server.attached import LlamaServers
@@ -160,7 +161,7 @@ class LaneServers:
         await self._write([])
 
     def _apply(self, entries: Sequence[ServerEntry]) -> None:
-        hosts = Counter(entry.host for entry in entries)
+        hosts = Counter(host_name(entry.host) for entry in entries)
         listed = {entry.name: entry for entry in entries}
         ready = {name for name, one in self._attachments.items() if one.phase == "ready"}
         self._begin_anew = {name for name in self._begin_anew & listed.keys() if name not in ready}
@@ -177,7 +178,7 @@ class LaneServers:
         for name, entry in listed.items():
             self._numbers.setdefault(name, len(self._numbers))
             if name not in self._attachments and not entry.drain:
-                self._attach(name, entry, alone=hosts[entry.host] == 1)
+                self._attach(name, entry, alone=hosts[host_name(entry.host)] == 1)
         self._listed = listed
 
     def _attach(self, name: str, entry: ServerEntry, *, alone: bool) -> None:

@@ -43,6 +43,20 @@ def test_a_link_that_is_moved_is_a_change(tmp_path: Path) -> None:
     assert watched.current == (NEW,)
 
 
+def test_new_rights_are_a_change(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(OLD)
+    modes: list[int] = []
+
+    def read() -> int:
+        modes.append(file.stat().st_mode)
+        return len(modes)
+
+    watched = WatchedFiles((file,), read)
+    file.chmod(0o600)
+    assert watched.current == watched.current == 2
+
+
 def test_keys_are_added_and_taken_out_at_once(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(KEYS)

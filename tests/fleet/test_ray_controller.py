@@ -323,7 +323,8 @@ async def test_an_order_that_raises_is_answered(
 
     monkeypatch.setattr(CommandDesk, "_scale", without_memory)
     registry = Registry(redis_server.url, "test")
-    asking = asyncio.create_task(AdminCommands(registry).ask("scale", arguments={"decode": 2}))
+    scaling = AdminCommands(registry).ask("scale", arguments={"decode": 2}, timeout_s=60)
+    asking = asyncio.create_task(scaling)
     while (order := await controller._orders.take()) is None:
         await asyncio.sleep(0.01)
     await controller._execute(order)

@@ -65,6 +65,25 @@ async def test_each_caller_has_its_own_answers_and_errors(shared: RoundTrips) ->
     assert (first.errors, second.errors) == (1, 0)
 
 
+async def test_a_wrong_argument_lets_no_caller_wait(shared: RoundTrips) -> None:
+    registries = [Registry("", "test", shared) for _ in range(2)]
+    calls = registries[0].send(("SET", "a", "\ud800")), registries[1].send(("GET", "a"))
+    async with asyncio.timeout(10):
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [UnicodeEncodeError] * 2
+
+
+async def test_large_values_hold_up_no_others(
+    shared: RoundTrips, redis_server: EmbeddedRedis
+) -> None:
+    registry = Registry("", "test", shared)
+    value = bytes(100_000)
+    before = reads_of(redis_server)
+    await asyncio.gather(*(registry.send(("SET", str(n), value)) for n in range(8)))
+    assert reads_of(redis_server) - before >= 8
+    assert (await registry.send(("GET", "7"))) == [value]
+
+
 async def test_a_cancelled_caller_takes_nothing_from_the_others(shared: RoundTrips) -> None:
     registry = Registry("", "test", shared)
     gone = asyncio.ensure_future(registry.send(("INCR", "count")))
@@ -95,7 +114,7 @@ async def test_all_callers_learn_that_redis_is_gone_and_that_it_is_back(
 
 async def test_a_registry_leaves_a_shared_connection_open(shared: RoundTrips) -> None:
     leaving, staying = (Registry("", "test", shared) for _ in range(2))
-    await asyncio.gather(leaving.state(), staying.state())
-    await leaving.close()
+    await leaving.state()
     (number,) = await staying.send(("CLIENT", "ID"))
+    await leaving.close()
     assert (await staying.send(("CLIENT", "ID")))[0] == number

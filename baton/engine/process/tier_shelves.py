@@ -5,7 +5,7 @@ hash. A block that does not match is damaged and is computed again.
 
 The disk tiers of a fleet may share a folder:
 
-    FLEET/decode-0/KEY/HASH.kv    of this worker, which alone writes and evicts them
+    FLEET/worker-0/KEY/HASH.kv    of this worker, which alone writes and evicts them
     FLEET/decode-1/KEY/HASH.kv    of another one; here they are only read
 
 As each file has one owner, workers need no lock. A file that its owner has removed is a miss.

@@ -59,6 +59,8 @@ class _Writer:
         self._token_ids = syntax.token_ids
         self._parallel = parallel and not syntax.format.single
         self._values: dict[str, str] = {}  # grammar of a value to the name of its rule
+        self._left = MAX_SOURCE_CHARACTERS
+        self._parts: dict[str, str] = {}  # of one tool, by the schema of a parameter
 
     def grammar(self, tools: Sequence[Tool], choice: Choice) -> str:
         functions = [self._function(index, tool) for index, tool in enumerate(tools)]
@@ -151,19 +153,25 @@ class _Writer:
 
     def _value(self, grammar: str) -> str:
         """Return the rule of a grammar; equal ones share a rule, which is compiled once."""
-        return self._values.setdefault(grammar, f"value_{len(self._values)}")
+        if grammar not in self._values:
+            self._left -= len(grammar)
+            if self._left < 0:  # each has all definitions that it may refer to
+                raise GrammarError(f"the parameters exceed {MAX_SOURCE_CHARACTERS} characters")
+            self._values[grammar] = f"value_{len(self._values)}"
+        return self._values[grammar]
 
     def _parameters(self, tool: Tool, tags: Parameters) -> str:
         """Return the parameters in the schema's order; those not required are optional."""
         root = _own(tool)
+        self._parts = {}
         properties = root.get("properties")
         known = properties if isinstance(properties, dict) else {}
         given = root.get("required")
-        required = given if isinstance(given, list) else ()
+        required = dict.fromkeys(key for key in _listed(given) if isinstance(key, str))
         before = self._lark(*tags.written[0])
         between = self._lark(*tags.written[1])
         found = []
-        only_required = [key for key in required if isinstance(key, str) and key not in known]
+        only_required = [key for key in required if key not in known]
         for key, schema in {**known, **dict.fromkeys(only_required, True)}.items():
             value = self._tagged(schema, root, tags, is_lenient=tool.lenient)
             mark = "" if key in required else "?"
@@ -181,8 +189,11 @@ class _Writer:
         end = self._lark(*tags.written[2])
         kind = kind_of(schema, root)
         if kind == "json":
-            value = self._value(f": %json {json.dumps(_part(schema, root, is_lenient=is_lenient))}")
-            return f"{value} {end}"
+            given = json.dumps(schema)
+            if given not in self._parts:
+                part = json.dumps(_part(schema, root, is_lenient=is_lenient))
+                self._parts[given] = self._value(f": %json {part}")
+            return f"{self._parts[given]} {end}"
         choices = text_choices(schema)
         if choices:
             return f"({' | '.join(map(_quoted, choices))}) {end}"
@@ -192,6 +203,10 @@ class _Writer:
             return f"{value} {end}"
         value = self._value(f"[lazy]: /(.|\\n)*{_in_regex(first)}/")
         return f"{value} {self._lark(*others)}"
+
+
+def _listed(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else []
 
 
 def _quoted(text: str) -> str:

@@ -16,7 +16,7 @@ Kind = Literal["text", "json", "mixed"]
 """``text``: always a string; ``json``: never a string; ``mixed``: the value decides."""
 
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # some chat templates write these
-_MAX_REFERENCES = 16
+_MOST_PARTS = 256  # of a parameter's schema
 _JOINTS = ("anyOf", "oneOf")
 
 
@@ -27,7 +27,7 @@ def kind_of(schema: Any, root: Mapping[str, Any]) -> Kind:
         schema: JSON schema of the parameter.
         root: Schema of all parameters, which holds the definitions.
     """
-    types = _types(schema, root, _MAX_REFERENCES)
+    types = _types(schema, root)
     if not types:
         return "mixed"
     if types == {"string"}:
@@ -35,25 +35,36 @@ def kind_of(schema: Any, root: Mapping[str, Any]) -> Kind:
     return "mixed" if "string" in types else "json"
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str] | None:
-    """Return the JSON types that a schema allows; None if any or not known."""
-    if not isinstance(schema, dict) or depth == 0:
-        return None
-    if "type" in schema:
-        given = schema["type"]
-        return {t for t in (given if isinstance(given, list) else [given]) if isinstance(t, str)}
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        return {"string" if isinstance(value, str) else "other" for value in values}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        return _types(target(root, reference), root, depth - 1)
-    for joint in _JOINTS:
-        if isinstance(schema.get(joint), list):
-            parts = [_types(part, root, depth - 1) for part in schema[joint]]
-            known = [part for part in parts if part is not None]
-            return set().union(*known) if len(known) == len(parts) else None
-    return None
+def _types(schema: Any, root: Mapping[str, Any]) -> set[str] | None:
+    """Return the JSON types that a schema allows; None if any or not known.
+
+    Each part is read once, as they may refer to each other.
+    """
+    types: set[str] = set()
+    parts = [schema]
+    read: set[int] = set()
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, dict) or len(read) == _MOST_PARTS:
+            return None
+        if id(part) in read:
+            continue
+        read.add(id(part))
+        values = part.get("enum", [part["const"]] if "const" in part else None)
+        reference = part.get("$ref")
+        joined = [part[joint] for joint in _JOINTS if isinstance(part.get(joint), list)]
+        if "type" in part:
+            given = part["type"] if isinstance(part["type"], list) else [part["type"]]
+            types |= {kind for kind in given if isinstance(kind, str)}
+        elif isinstance(values, list):
+            types |= {"string" if isinstance(value, str) else "other" for value in values}
+        elif isinstance(reference, str) and reference.startswith("#/"):
+            parts.append(target(root, reference))
+        elif joined:
+            parts += joined[0]
+        else:
+            return None
+    return types
 
 
 def text_choices(schema: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -10,6 +11,7 @@ Resolve = Callable[[str], Any]
 _ALL = frozenset(("string", "number", "integer", "boolean", "object", "array", "null"))
 _MOST_DEPTH = 8
 _MOST_BRANCHES = 64
+_MOST_WORK = 30_000  # values and names to compare
 
 
 def excludes(part: Mapping[str, Any], resolve: Resolve) -> bool:
@@ -23,21 +25,30 @@ def excludes(part: Mapping[str, Any], resolve: Resolve) -> bool:
     if not isinstance(branches, list) or len(branches) > _MOST_BRANCHES:
         return False
     inherited = {key: part[key] for key in ("type", "required") if key in part}
-    known = [_Branch(branch, inherited, resolve, _MOST_DEPTH) for branch in branches]
+    comparison = _Comparison(resolve)
+    known = [_Branch(branch, inherited, comparison, _MOST_DEPTH) for branch in branches]
     return all(left.excludes(right) for left, right in combinations(known, 2))
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """Comparison of all branches, which may refer to each other, and the work that is left."""
+
+    resolve: Resolve
+    left: int = _MOST_WORK
 
 
 class _Branch:
     def __init__(
-        self, schema: Any, inherited: Mapping[str, Any], resolve: Resolve, depth: int
+        self, schema: Any, inherited: Mapping[str, Any], comparison: _Comparison, depth: int
     ) -> None:
-        self._resolve = resolve
+        self._comparison = comparison
         self._depth = depth
         self.is_empty = schema is False
         own = schema if isinstance(schema, dict) else {}
         reference = own.get("$ref")
         if isinstance(reference, str) and depth:
-            target = resolve(reference)
+            target = comparison.resolve(reference)
             own = {**(target if isinstance(target, dict) else {}), **own}
         self.types = _types(own) & _types(inherited)
         given = own.get("enum", [own["const"]] if "const" in own else None)
@@ -50,6 +61,10 @@ class _Branch:
 
     def excludes(self, other: "_Branch") -> bool:
         """Return whether no value is known to match both."""
+        for branch in (self, other):
+            self._comparison.left -= 1 + len(branch.values or ()) + len(branch.required)
+        if self._comparison.left < 0:
+            return False
         if self.is_empty or other.is_empty:
             return True
         if self.values is not None and other.values is not None:
@@ -80,7 +95,7 @@ class _Branch:
 
     def inner(self, schema: Any) -> "_Branch":
         """Return the branch of a property."""
-        return _Branch(schema, {}, self._resolve, self._depth - 1)
+        return _Branch(schema, {}, self._comparison, self._depth - 1)
 
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:

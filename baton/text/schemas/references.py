@@ -4,6 +4,8 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 _SAFE = "/~!$&'()*+,;=:@?-._"
+_MOST_SLASHES = 8  # in a name
+_MOST_DIGITS = 9
 
 
 def target(root: Any, reference: Any) -> Any:
@@ -34,8 +36,10 @@ def _found(node: Any, steps: list[str]) -> list[str | int] | None:
     """Return the path of steps, of which several may be one name with slashes."""
     found: list[str | int] = []
     while steps:
-        if isinstance(node, list) and steps[0].isdecimal() and int(steps[0]) < len(node):
-            name: str | int | None = int(steps[0])
+        if isinstance(node, list):
+            is_number = steps[0].isdecimal() and len(steps[0]) <= _MOST_DIGITS
+            index = int(steps[0]) if is_number else len(node)
+            name: str | int | None = index if index < len(node) else None
             used = 1
         elif isinstance(node, dict):
             name, used = _name(node, steps)
@@ -50,7 +54,7 @@ def _found(node: Any, steps: list[str]) -> list[str | int] | None:
 
 
 def _name(node: dict[str, Any], steps: list[str]) -> tuple[str | None, int]:
-    for used in range(1, len(steps) + 1):
+    for used in range(1, min(len(steps), _MOST_SLASHES + 1) + 1):
         literal = "/".join(steps[:used])
         for name in (literal, _unescaped(literal), _unescaped(unquote(literal))):
             if name in node:

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from baton.text.calls.values import kinds_of
 from baton.text.grammar import GrammarCompiler, Vocabulary, translate
 from baton.text.json_schema import lenient, unenforced
+from baton.text.schemas.one_of import excludes
+from baton.text.schemas.references import target
 from baton.types.errors import GrammarError
 
 END = 256
@@ -217,3 +220,42 @@ def test_a_name_that_only_required_gives_may_have_any_value() -> None:
     assert accepted(schema, [*right, *wrong]) == right
     split = {"allOf": [{"properties": schema["properties"]}, {"required": ["a", "b"]}]}
     assert accepted({"type": "object", **split}, [*right, *wrong]) == right
+
+
+def referring(count: int, *more: Any) -> dict[str, Any]:
+    """Return parameters of which one refers to itself ``count`` times."""
+    return {"properties": {"x": {"anyOf": [*({"$ref": "#/properties/x"},) * count, *more]}}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kind"),
+    [
+        (referring(20), "mixed"),
+        (referring(20, {"type": "integer"}), "json"),
+        (referring(20, {"type": "string"}), "text"),
+        (referring(20, {"type": "string"}, {"const": 1}), "mixed"),
+        (referring(20, {"type": "integer"}, True), "mixed"),
+        (referring(0, *({"type": "integer"} for _ in range(300))), "mixed"),
+    ],
+)
+def test_a_schema_that_refers_to_itself_is_read_once(parameters: dict[str, Any], kind: str) -> None:
+    """It was read once for each way to a part: 400 bytes held the router for minutes."""
+    assert kinds_of(parameters) == {"x": kind}
+
+
+def test_alternatives_that_refer_to_themselves_are_compared_to_a_limit() -> None:
+    names = [f"p{number}" for number in range(20)]
+    node = {"type": "object", "required": names, "properties": {n: {"$ref": "#"} for n in names}}
+    assert not excludes({"oneOf": [node, node]}, lambda _: node)
+    many = [{"enum": [*range(500 * n, 500 * n + 500)]} for n in range(64)]
+    assert not excludes({"oneOf": many}, lambda _: None)
+    assert excludes({"oneOf": many[:4]}, lambda _: None)
+
+
+@pytest.mark.parametrize("reference", ["#" + "/a" * 200_000, "#/anyOf/" + "1" * 5000])
+def test_long_references_lead_nowhere(reference: str) -> None:
+    assert target({"anyOf": [{}]}, reference) is None
+
+
+def test_names_with_slashes_are_found() -> None:
+    assert target({"a/b/c": [{"d": 1}]}, "#/a/b/c/0/d") == 1

@@ -147,6 +147,20 @@ async def test_a_reconciliation_keeps_what_an_unchanged_source_knows(tmp_path: P
     assert [one.url for one in await lane._source.read()] == ["http://127.0.0.1:2"]
 
 
+async def test_two_spellings_of_one_host_share_its_default_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No server of a host with several is asked at the default port of KV events."""
+    alone: list[bool] = []
+    monkeypatch.setattr(
+        LaneServers, "_attach", lambda *_, **options: alone.append(options["alone"])
+    )
+    servers = "['http://[::1]:1', 'http://[0:0::1]:2', 'http://gpu-1:1', 'http://GPU-1.:2']"
+    lane = lane_of(tmp_path, f"{servers[:-1]}, 'http://gpu-2:1']", "redis://127.0.0.1:1")
+    lane._apply(await lane._source.read())
+    assert alone == [False] * 4 + [True]
+
+
 async def test_a_list_without_servers_is_shown_while_the_fleet_starts(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from baton.text.grammar import Framed, GrammarCompiler, translate, vocabulary_of
 from baton.text.reasoning import ReasoningSyntax
 from baton.text.tool_calls import ToolCallParser
 from baton.text.tools import Tool, ToolSyntax
+from baton.types.errors import GrammarError
 from tests.engine.text.calls.families import (
     FAMILIES,
     NO_ARGUMENTS,
@@ -268,3 +269,23 @@ def test_a_schema_that_is_none_is_no_type_error(parameters):
     assert syntax.expected([tool]).kinds["f"].keys() == {"a"}
     source = calls_grammar([tool], "required", parallel=False, syntax=syntax)
     assert '"a"' in source
+
+
+def referring(count: int, definitions: int) -> Tool:
+    """Return a tool whose parameters refer to ``count`` definitions of 600 bytes each."""
+    inner = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(20)}}
+    parameters = {
+        "$defs": {f"d{number}": inner for number in range(definitions)},
+        "properties": {f"x{n}": {"$ref": f"#/$defs/d{n % definitions}"} for n in range(count)},
+        "required": [f"x{n}" for n in range(count)],
+    }
+    return Tool(name="f", description=None, parameters=parameters)
+
+
+def test_parameters_with_large_definitions_are_written_to_a_limit() -> None:
+    """Each has all definitions with it: a tool of 200 KB was a grammar of 400 MB."""
+    syntax = ToolSyntax(format=formats.QWEN_CODER, forms=None)
+    source = calls_grammar([referring(4000, 1)], "required", parallel=False, syntax=syntax)
+    assert source.count("%json") == 1 and source.count(")?") == 0
+    with pytest.raises(GrammarError, match="the parameters exceed 262144 characters"):
+        calls_grammar([referring(3000, 150)], "required", parallel=False, syntax=syntax)
