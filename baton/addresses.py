@@ -1,7 +1,5 @@
 """Addresses of TCP ports as text: ``HOST:PORT``, with brackets around IPv6 hosts."""
 
-import contextlib
-import ipaddress
 import socket
 
 
@@ -18,13 +16,6 @@ def split_address(address: str) -> tuple[str, int]:
     """
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def host_name(host: str) -> str:
-    """Return a host without the spellings of one address or name."""
-    with contextlib.suppress(ValueError):  # of a name
-        return str(ipaddress.ip_address(host))
-    return host.lower().rstrip(".")
 
 
 def family_of(host: str) -> socket.AddressFamily:

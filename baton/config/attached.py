@@ -6,8 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter, model_validator
 
-from baton.addresses import host_name
-from baton.config.network import AbsoluteFile
+from baton.config.network import AbsoluteFile, host_name
 from baton.config.section import Section
 
 EventsEndpoint = Annotated[str, StringConstraints(pattern=r"^(tcp://\S+:\d+|ipc://\S+)$")]

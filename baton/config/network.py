@@ -92,6 +92,11 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback if address is not None else host == "localhost"
 
 
+def host_name(host: str) -> str:
+    """Return a host without the spellings of one address or name."""
+    return str(address_of(host) or host.lower().rstrip("."))
+
+
 @functools.lru_cache(maxsize=256)  # of each request's Host, which is short
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """Return the IP address that ``host`` is; None for a name."""

@@ -16,8 +16,8 @@ from functools import partial
 
 import msgspec
 
-from baton.addresses import host_name
 from baton.config.fleet_file import FleetConfig
+from baton.config.network import host_name
 from baton.engine import block_names
 from baton.engine.llama_server.attached import LlamaServers
 from baton.engine.parent import die_with_parent
