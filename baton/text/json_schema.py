@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from baton.text.schemas.numbers import changed, narrow
-from baton.text.schemas.one_of import excludes
+from baton.text.schemas.one_of import Comparison, excludes
 from baton.text.schemas.references import escaped, target
 from baton.types.errors import GrammarError
 
@@ -196,13 +196,13 @@ def _copied(value: Any) -> Any:
 
 def _rewrite(schema: Schema) -> None:
     """Replace keywords by equivalents that a grammar supports."""
-    resolve = partial(target, schema)
+    comparison = Comparison(partial(target, schema))
     for _, part in list(_parts(schema, "#")):
         _drop_annotations(part)
         narrow(part)
         if isinstance(part.get("$ref"), str):
             part["$ref"] = escaped(schema, part["$ref"])
-        if "oneOf" in part and excludes(part, resolve):
+        if "oneOf" in part and excludes(part, comparison):
             _join(part)
         known = isinstance(part.get("format"), str) and part["format"] in _FORMATS
         if "format" in part and not known:

@@ -16,7 +16,7 @@ Kind = Literal["text", "json", "mixed"]
 """``text``: always a string; ``json``: never a string; ``mixed``: the value decides."""
 
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # some chat templates write these
-_MOST_PARTS = 256  # of a parameter's schema
+_MOST_PARTS = 64  # of a parameter's schema
 _JOINTS = ("anyOf", "oneOf")
 
 

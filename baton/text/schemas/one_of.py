@@ -11,36 +11,40 @@ Resolve = Callable[[str], Any]
 _ALL = frozenset(("string", "number", "integer", "boolean", "object", "array", "null"))
 _MOST_DEPTH = 8
 _MOST_BRANCHES = 64
-_MOST_WORK = 30_000  # values and names to compare
-
-
-def excludes(part: Mapping[str, Any], resolve: Resolve) -> bool:
-    """Return whether the alternatives of a schema's ``oneOf`` are known to exclude each other.
-
-    Args:
-        part: Schema with ``oneOf``.
-        resolve: Returns the target of a reference.
-    """
-    branches = part["oneOf"]
-    if not isinstance(branches, list) or len(branches) > _MOST_BRANCHES:
-        return False
-    inherited = {key: part[key] for key in ("type", "required") if key in part}
-    comparison = _Comparison(resolve)
-    known = [_Branch(branch, inherited, comparison, _MOST_DEPTH) for branch in branches]
-    return all(left.excludes(right) for left, right in combinations(known, 2))
+_MOST_WORK = 30_000
 
 
 @dataclass(slots=True)
-class _Comparison:
-    """Comparison of all branches, which may refer to each other, and the work that is left."""
+class Comparison:
+    """Comparison of the alternatives in one schema, which may refer to each other.
+
+    Attributes:
+        resolve: Returns the target of a reference.
+        left: Values and names that may still be compared.
+    """
 
     resolve: Resolve
     left: int = _MOST_WORK
 
 
+def excludes(part: Mapping[str, Any], comparison: Comparison) -> bool:
+    """Return whether the alternatives of a schema's ``oneOf`` are known to exclude each other.
+
+    Args:
+        part: Schema with ``oneOf``.
+        comparison: That of the whole schema.
+    """
+    branches = part["oneOf"]
+    if not isinstance(branches, list) or len(branches) > _MOST_BRANCHES:
+        return False
+    inherited = {key: part[key] for key in ("type", "required") if key in part}
+    known = [_Branch(branch, inherited, comparison, _MOST_DEPTH) for branch in branches]
+    return all(left.excludes(right) for left, right in combinations(known, 2))
+
+
 class _Branch:
     def __init__(
-        self, schema: Any, inherited: Mapping[str, Any], comparison: _Comparison, depth: int
+        self, schema: Any, inherited: Mapping[str, Any], comparison: Comparison, depth: int
     ) -> None:
         self._comparison = comparison
         self._depth = depth
