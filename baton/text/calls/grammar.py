@@ -155,8 +155,6 @@ class _Writer:
         """Return the rule of a grammar; equal ones share a rule, which is compiled once."""
         if grammar not in self._values:
             self._left -= len(grammar)
-            if self._left < 0:  # each has all definitions that it may refer to
-                raise GrammarError(f"the parameters exceed {MAX_SOURCE_CHARACTERS} characters")
             self._values[grammar] = f"value_{len(self._values)}"
         return self._values[grammar]
 
@@ -191,6 +189,8 @@ class _Writer:
         if kind == "json":
             given = json.dumps(schema)
             if given not in self._parts:
+                if self._left < 0:  # the grammar is refused as a whole, and definitions are large
+                    return end
                 part = json.dumps(_part(schema, root, is_lenient=is_lenient))
                 self._parts[given] = self._value(f": %json {part}")
             return f"{self._parts[given]} {end}"
