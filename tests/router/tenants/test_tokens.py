@@ -114,7 +114,8 @@ async def test_tokens_of_an_issuer_count_beside_keys_until_they_end(
         clients=ClientLimitsConfig(oidc=issuer.config(clock_skew_s=0, **ROLES)),
         api_keys={"key-of-two": ApiKeyConfig(tenant="two")},
     )
-    await until(lambda: issuer.reads == 1)
+    await until(lambda: fleet.router.access.tokens._keys is not None)
+    assert issuer.reads == 1
     get = fleet.http.get
     member = bearer(issuer.token(**with_roles("users")))
     admin = bearer(issuer.token(**with_roles("x", "admins"), sub="root"))
