@@ -45,7 +45,7 @@ deaths, and `tests/e2e` sends the same requests over HTTP.
 
 ## How it works
 
-- **Products.** On CPUs with AVX-512, each output of a bf16 product is summed in one fixed order,
+- **Products.** On CPUs with AVX2, each output of a bf16 product is summed in one fixed order,
   whatever the batch, the chunk and the threads. Elsewhere torch computes, and only with row counts
   that are bit-equal on this machine.
 - **Attention.** A query visits its keys in steps of 64 from position 0, so splits depend on

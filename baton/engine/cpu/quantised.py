@@ -3,8 +3,8 @@
 **int8** multiplies integers: weights are rounded to 8 bits with a scale per output, activations
 with a scale per row. Integer sums are the same in any order, so a row's bits cannot depend on its
 neighbours, whatever the kernel does. Activations are split into two digits of 8 bits, high and low;
-with one digit, every tenth token differed. The kernel is our own where the CPU has VNNI, else
-oneDNN's, which gets both digits as twice the rows.
+with one digit, every tenth token differed. The kernel is our own where there are native ones,
+else oneDNN's, which gets both digits as twice the rows.
 
 **int4** keeps 32 inputs of one output as 4-bit levels with a scale and an offset, for bf16
 activations. Our own kernel splits these into two digits too; torch's multiplies them unchanged.
@@ -220,5 +220,5 @@ def check_integer_kernel() -> None:
         if not torch.equal(layer(x), x @ weight.T):
             raise IntegerKernelError(
                 "quantisation.weights: the integer products of this CPU overflow (no VNNI), and "
-                "int8 and int4 weights need them; use none"
+                "int8 and int4 weights need them without native kernels; use none"
             )

@@ -45,7 +45,7 @@ def make(heads: int, kv_heads: int, dim: int, window: int | None):
     )
     found = native_library(geometry, torch.bfloat16, heads, kv_heads)
     if found is None:
-        pytest.skip("no native kernel here: it needs a compiler and AVX-512")
+        pytest.skip("no native kernel here: it needs a compiler and AVX2")
     torch.manual_seed(0)
     pool = torch.randn(geometry.shape).bfloat16()
     tiling = AttentionTiling(unit=64, tile=64, align=1, decode_rows=heads // kv_heads)
@@ -116,7 +116,7 @@ def test_a_pool_of_bytes_is_written_and_read_as_the_codec_does(stored) -> None:
     small, plain = (KvGeometry(**shape, dtype=dtype) for dtype in (stored, "bf16"))
     found = native_library(small, torch.bfloat16, heads, kv_heads)
     if found is None:
-        pytest.skip("no native kernel here: it needs a compiler and AVX-512")
+        pytest.skip("no native kernel here: it needs a compiler and AVX2")
     torch.manual_seed(3)
     kv = torch.randn(2, tokens, kv_heads, dim).bfloat16()
     kv *= torch.exp2(torch.randint(-12, 12, (2, tokens, kv_heads, 1)).float())
@@ -145,7 +145,7 @@ def test_what_is_no_number_stays_none_in_a_pool_of_bytes(stored) -> None:
     geometry = KvGeometry(num_layers=1, num_kv_heads=1, head_dim=32, num_blocks=2, dtype=stored)
     found = native_library(geometry, torch.bfloat16, 1, 1)
     if found is None:
-        pytest.skip("no native kernel here: it needs a compiler and AVX-512")
+        pytest.skip("no native kernel here: it needs a compiler and AVX2")
     tiling = AttentionTiling(unit=64, tile=64, align=1, decode_rows=1)
     for wrong in (float("nan"), float("inf")):
         pool = torch.zeros(geometry.shape, dtype=torch.uint8)

@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 from tests.engine import tiny_models as tiny
 
 pytestmark = pytest.mark.skipif(
-    load() is None, reason="no native kernels here: they need a compiler and AVX-512"
+    load() is None, reason="no native kernels here: they need a compiler and AVX2"
 )
 
 LENGTH = 90

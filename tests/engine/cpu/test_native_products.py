@@ -21,7 +21,7 @@ EPS = 1e-5
 HIDDEN, DIM, ROTATED, PLAIN = 96, 32, 4, 1
 
 pytestmark = pytest.mark.skipif(
-    load() is None, reason="no native kernels here: they need a compiler and AVX-512"
+    load() is None, reason="no native kernels here: they need a compiler and AVX2"
 )
 
 
@@ -108,7 +108,9 @@ def test_tiles_in_software_and_fmas_have_the_same_bits() -> None:
         assert load().baton_tiles_agree(WAYS[way]) == 0, way
 
 
-@pytest.mark.skipif(not int8_fits(torch.bfloat16), reason="no VNNI: oneDNN has these products")
+@pytest.mark.skipif(
+    not int8_fits(torch.bfloat16), reason="no native kernels: oneDNN has these products"
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("digits", [1, 2])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (33, 90), (1, 3), (97, 1536)])
@@ -142,7 +144,9 @@ def of_four_bits(
     return (values.round().double() + low.double() / 254) * unit.double() @ weight.T
 
 
-@pytest.mark.skipif(not int8_fits(torch.bfloat16), reason="no VNNI: torch has these products")
+@pytest.mark.skipif(
+    not int8_fits(torch.bfloat16), reason="no native kernels: torch has these products"
+)
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (33, 32), (1, 96), (97, 1536)])
 def test_products_of_four_bits_are_right_and_rows_depend_on_themselves_alone(
     outputs, inputs
@@ -166,7 +170,9 @@ def test_products_of_four_bits_are_right_and_rows_depend_on_themselves_alone(
     assert same_bits(part(x), whole[:, some])
 
 
-@pytest.mark.skipif(not int8_fits(torch.bfloat16), reason="no VNNI: oneDNN has these products")
+@pytest.mark.skipif(
+    not int8_fits(torch.bfloat16), reason="no native kernels: oneDNN has these products"
+)
 def test_integer_products_of_what_is_no_number_are_none() -> None:
     x = torch.ones(3, 64).bfloat16()
     x[0, 39], x[2, 0] = float("nan"), float("inf")

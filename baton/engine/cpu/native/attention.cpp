@@ -10,12 +10,13 @@
 namespace baton {
 namespace {
 
-constexpr int kTogether = 4;  // rows whose sums are in registers at once
+constexpr int kTogether = 4;                // rows whose sums are in registers at once,
+constexpr int kScored = kIsAvx512 ? 4 : 1;  // for so many blocks
 
 // Scores of R rows against B blocks; the sum over dims of a row has a fixed order.
 template <int R, int B>
 inline void scores(const Row* rows, const __m512i* keys, int pairs, Ahead& ahead,
-                   __m512 found[][kStepBlocks]) {
+                   __m512 found[][kStepBlocks], int block) {
   __m512 sums[R][B];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -37,7 +38,7 @@ inline void scores(const Row* rows, const __m512i* keys, int pairs, Ahead& ahead
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int b = 0; b < B; ++b) found[r][b] = sums[r][b];
+    for (int b = 0; b < B; ++b) found[r][block + b] = sums[r][b];
 }
 
 // sums = sums * fix + weights @ V for R rows and C vectors of 16 dims each.
@@ -150,7 +151,7 @@ class PairSums {
     });
   }
 
-  static constexpr int kInPlace = kTogether;  // so many rows read K and V where they lie
+  static constexpr int kInPlace = kIsAvx512 ? kTogether : 0;  // rows that read K and V in place
 
   void take_in_place(Row* rows, int total, float* sums, const Vectors* blocks, const Vectors* next,
                      long token_bytes, int begin) const {
@@ -163,7 +164,7 @@ class PairSums {
   }
 
  private:
-  static constexpr int kDim = V * 16, kChunk = V < 4 ? V : V % 4 ? 2 : 4;
+  static constexpr int kDim = V * 16, kChunk = kIsAvx512 ? (V < 4 || V % 4 ? 2 : 4) : 1;
 
   template <int R>
   void advance_in_place(Row* rows, float* sums, const Vectors* blocks, const Vectors* next,
@@ -183,11 +184,14 @@ class PairSums {
   void advance(Row* rows, float* sums, const __m512i* keys, const __m512i* values, int begin,
                int blocks, Ahead& ahead) const {
     __m512 found[R][kStepBlocks];
-    switch (blocks) {
-      case 1: scores<R, 1>(rows, keys, kDim / 2, ahead, found); break;
-      case 2: scores<R, 2>(rows, keys, kDim / 2, ahead, found); break;
-      case 3: scores<R, 3>(rows, keys, kDim / 2, ahead, found); break;
-      default: scores<R, 4>(rows, keys, kDim / 2, ahead, found);
+    for (int done = 0; done < blocks; done += kScored) {
+      const __m512i* const from = keys + done * kDim / 2;
+      switch (std::min(kScored, blocks - done)) {
+        case 1: scores<R, 1>(rows, from, kDim / 2, ahead, found, done); break;
+        case 2: scores<R, 2>(rows, from, kDim / 2, ahead, found, done); break;
+        case 3: scores<R, 3>(rows, from, kDim / 2, ahead, found, done); break;
+        default: scores<R, 4>(rows, from, kDim / 2, ahead, found, done);
+      }
     }
     alignas(64) uint16_t weights[R][kStep];
     float fix[R];
@@ -204,18 +208,7 @@ class PairSums {
 
 AttendFn attend_by_pairs(int dim) { return attend_for<PairSums>(dim); }
 
-}  // namespace baton
-
 namespace {
-
-using baton::AttendFn;
-using baton::attend_by_pairs;
-using baton::attend_by_tiles;
-using baton::Call;
-using baton::kMaxRows;
-using baton::kUnitQueries;
-using baton::Pages;
-using baton::Span;
 
 constexpr int kStoreRows = 64;
 
@@ -255,8 +248,8 @@ extern "C" void baton_store(const uint16_t* new_keys, const uint16_t* new_values
     for (int i = first; i < first + count; ++i) {
       const long to = pages.place(span, span.start + i), from = (span.row + i) * new_stride;
       for (int head = 0; head < num_kv_heads; ++head) {
-        baton::encode(format, new_keys + from + head * dim, dim, keys + to + head * head_bytes);
-        baton::encode(format, new_values + from + head * dim, dim, values + to + head * head_bytes);
+        encode(format, new_keys + from + head * dim, dim, keys + to + head * head_bytes);
+        encode(format, new_values + from + head * dim, dim, values + to + head * head_bytes);
       }
     }
   };
@@ -266,7 +259,7 @@ extern "C" void baton_store(const uint16_t* new_keys, const uint16_t* new_values
   const long bytes_worth_a_thread = 1 << 16;
   const bool small = 4L * num_kv_heads * dim * rows_of(list, num_spans) < bytes_worth_a_thread;
   const Unit* each = units.data();
-  baton::share(small ? 1 : threads, units.size(), [&](long i) {
+  share(small ? 1 : threads, units.size(), [&](long i) {
     copy(list[each[i].span], each[i].first, each[i].count);
   });
 }
@@ -288,8 +281,10 @@ extern "C" void baton_attention(const uint16_t* q, long q_stride, uint8_t* keys,
   units.clear();
   cut(list, num_spans, std::max(1, std::min(kUnitQueries, kMaxRows / group)), units);
   const Unit* each = units.data();
-  baton::share(threads, static_cast<long>(units.size()) * num_kv_heads, [&](long i) {
+  share(threads, static_cast<long>(units.size()) * num_kv_heads, [&](long i) {
     const Unit& unit = each[i / num_kv_heads];
     run(call, list[unit.span], static_cast<int>(i % num_kv_heads), unit.first, unit.count);
   });
 }
+
+}  // namespace baton

@@ -6,8 +6,6 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -83,8 +81,13 @@ struct DigitRows {
 inline __m512i add_products(__m512i sums, __m512i without_sign, __m512i with_sign) {
 #ifdef __AVX512VNNI__
   return _mm512_dpbusd_epi32(sums, without_sign, with_sign);
-#else
-  return sums;  // never called
+#else  // even and odd bytes apart: two products of 8 bits are too much for 16
+  const __m512i even =
+      _mm512_madd_epi16(_mm512_and_si512(without_sign, _mm512_set1_epi16(0xff)),
+                        _mm512_srai_epi16(_mm512_slli_epi16(with_sign, 8), 8));
+  const __m512i odd =
+      _mm512_madd_epi16(_mm512_srli_epi16(without_sign, 8), _mm512_srai_epi16(with_sign, 8));
+  return _mm512_add_epi32(sums, _mm512_add_epi32(even, odd));
 #endif
 }
 

@@ -1,4 +1,4 @@
-// Products of rows with weights of 4 bits, for CPUs with AVX-512 VNNI.
+// Products of rows with weights of 4 bits, fastest with VNNI.
 //
 //   a row of x      digits and a scale (``digits.h``)
 //   32 inputs of an output (a group)    levels from 0 to 15, a scale and an offset: w = scale * level + offset
@@ -12,8 +12,6 @@
 // A byte of levels has one of a quad of inputs in its low half, and one of the next quad in its high
 // half. Its place in the vector gives one of 16 outputs, then one of the quad's 4 inputs.
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -24,6 +22,7 @@
 #include "team.h"
 #include "vectors.h"
 
+namespace baton {
 namespace {
 
 constexpr int kPanel = 16;   // outputs
@@ -32,10 +31,10 @@ constexpr int kQuads = 8;    // of a group
 constexpr int kDigits = 2;
 constexpr long kLevelBytes = kPanel * kGroup / 2;
 constexpr long kGroupBytes = kLevelBytes + 4 * kPanel;
-constexpr int kTogether = 6;    // rows of a kernel
+constexpr int kTogether = kIsAvx512 ? 6 : 2;  // rows of a kernel
 
 struct Product {
-  baton::DigitRows x;
+  DigitRows x;
   const float* digit_sums;  // [rows][groups], in units of the row's scale
   const uint8_t* weights;
   uint16_t* y;
@@ -47,7 +46,7 @@ struct Product {
 };
 
 inline __m512 combined(__m512i high, __m512i low) {
-  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), _mm512_set1_ps(1.0f / baton::kDigit),
+  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), _mm512_set1_ps(1.0f / kDigit),
                          _mm512_cvtepi32_ps(high));
 }
 
@@ -61,7 +60,7 @@ void add_up(const Product& p, long row, float* to) {
     return static_cast<float>(_mm512_reduce_add_epi32(pairs));
   };
   for (long group = 0; group < p.groups(); ++group, at += kGroup)
-    to[group] = sum(at) + sum(at + bytes) * (1.0f / baton::kDigit);
+    to[group] = sum(at) + sum(at + bytes) * (1.0f / kDigit);
 }
 
 inline __m512 halves(const uint8_t* at) {
@@ -97,7 +96,7 @@ void kernel(const Product& p, long row, long panel) {
         for (int d = 0; d < kDigits; ++d) {
           int32_t four;
           std::memcpy(&four, x + (r * kDigits + d) * bytes + quad * 4, 4);
-          sums[r][d] = baton::add_products(sums[r][d], levels[quad], _mm512_set1_epi32(four));
+          sums[r][d] = add_products(sums[r][d], levels[quad], _mm512_set1_epi32(four));
         }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -106,16 +105,16 @@ void kernel(const Product& p, long row, long panel) {
       found[r] = _mm512_fmadd_ps(offset, digits, found[r]);
     }
   }
-  const __mmask16 mask = baton::lanes(p.outputs - panel * kPanel);
+  const __mmask16 mask = lanes(p.outputs - panel * kPanel);
   for (int r = 0; r < R; ++r) {
     const __m512 y = _mm512_mul_ps(found[r], _mm512_set1_ps(p.x.scales[row + r]));
     uint16_t* to = p.y + (row + r) * p.y_stride + panel * kPanel;
-    _mm256_mask_storeu_epi16(to, mask, baton::narrow(y));
+    _mm256_mask_storeu_epi16(to, mask, narrow(y));
   }
 }
 
 using Kernel = void (*)(const Product&, long, long);
-constexpr Kernel kKernels[kTogether] = {kernel<1>, kernel<2>, kernel<3>,
+constexpr Kernel kKernels[] = {kernel<1>, kernel<2>, kernel<3>,
                                         kernel<4>, kernel<5>, kernel<6>};
 
 }  // namespace
@@ -130,7 +129,7 @@ extern "C" void baton_int4_pack(const uint8_t* levels, const uint16_t* scales,
                                 const uint16_t* offsets, long outputs, long inputs,
                                 uint8_t* packed, int threads) {
   const long panels = (outputs + kPanel - 1) / kPanel, groups = inputs / kGroup;
-  baton::share(threads, panels, [=](long panel) {
+  share(threads, panels, [=](long panel) {
     uint8_t* to = packed + panel * groups * kGroupBytes;
     std::memset(to, 0, groups * kGroupBytes);
     const long here = std::min<long>(kPanel, outputs - panel * kPanel);
@@ -154,18 +153,20 @@ extern "C" void baton_int4_product(const uint16_t* x, long x_stride, const uint8
                                    uint16_t* y, long y_stride, long rows, long outputs,
                                    long inputs, int threads) {
   if (rows == 0) return;
-  static thread_local baton::Scratch packed, row_scales, sums;
+  static thread_local Scratch packed, row_scales, sums;
   Product p{{x, x_stride, true, inputs, kDigits, nullptr, row_scales.take<float>(rows)},
             nullptr, weights, y, y_stride, rows, outputs};
   p.x.packed = packed.take<uint8_t>(rows * kDigits * p.x.row_bytes());
   float* const digit_sums = sums.take<float>(rows * p.groups());
   p.digit_sums = digit_sums;
   const bool large = rows * inputs > (1 << 15);
-  baton::share(large ? threads : 1, rows, [&](long row) {
+  share(large ? threads : 1, rows, [&](long row) {
     p.x.quantise(row, 0);
     add_up(p, row, digit_sums + row * p.groups());
   });
-  baton::share_product(threads, p.panels(), rows, kTogether, [&](long row, long count, long panel) {
+  share_product(threads, p.panels(), rows, kTogether, [&](long row, long count, long panel) {
     kKernels[count - 1](p, row, panel);
   });
 }
+
+}  // namespace baton

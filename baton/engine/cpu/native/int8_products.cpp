@@ -1,4 +1,4 @@
-// Products of rows with weights of 8 bits, for CPUs with AVX-512 VNNI.
+// Products of rows with weights of 8 bits, fastest with VNNI.
 //
 //   a row of x      one scale, and one or two digits of 8 bits for each input: x = scale (d0 + d1 / 254)
 //   an output       one scale, and integers of 8 bits: w = scale * integer
@@ -10,8 +10,6 @@
 //   packed digits   [digits][K / 4][4 inputs], plus 128       unsigned: its first operand
 //
 // The contribution of the 128 to each sum is known beforehand, and subtracted.
-
-#include <immintrin.h>
 
 #include <algorithm>
 #include <cmath>
@@ -25,6 +23,7 @@
 #include "team.h"
 #include "vectors.h"
 
+namespace baton {
 namespace {
 
 constexpr int kPanel = 32;   // outputs
@@ -32,7 +31,7 @@ constexpr int kQuad = 4;     // inputs of one lane
 constexpr int kShift = 128;  // makes a digit unsigned
 
 struct Product {
-  baton::DigitRows x;
+  DigitRows x;
   const int8_t* weights;
   const float* scales;     // of outputs
   const int32_t* offsets;  // contribution of the shift
@@ -45,20 +44,14 @@ struct Product {
 };
 
 inline void store(const Product& p, long row, long column, __m512 values) {
-  const __mmask16 mask = baton::lanes(std::max(0L, p.outputs - column));
+  const __mmask16 mask = lanes(std::max(0L, p.outputs - column));
   if (p.x.is_bf16) {
     auto* y = static_cast<uint16_t*>(p.y) + row * p.y_stride + column;
-    _mm256_mask_storeu_epi16(y, mask, baton::narrow(values));
+    _mm256_mask_storeu_epi16(y, mask, narrow(values));
   } else {
     _mm512_mask_storeu_ps(static_cast<float*>(p.y) + row * p.y_stride + column, mask, values);
   }
 }
-
-#ifdef __AVX512VNNI__
-constexpr int kSupported = 1;
-#else
-constexpr int kSupported = 0;
-#endif
 
 template <int R, int D>  // rows, digits
 void kernel(const Product& p, long row, long panel) {
@@ -79,8 +72,8 @@ void kernel(const Product& p, long row, long panel) {
         int32_t four;
         std::memcpy(&four, x + (r * D + d) * bytes, 4);
         const __m512i digits = _mm512_set1_epi32(four);
-        sums[r][d][0] = baton::add_products(sums[r][d][0], digits, low);
-        sums[r][d][1] = baton::add_products(sums[r][d][1], digits, high);
+        sums[r][d][0] = add_products(sums[r][d][0], digits, low);
+        sums[r][d][1] = add_products(sums[r][d][1], digits, high);
       }
   }
   for (int half = 0; half < 2; ++half) {
@@ -91,7 +84,7 @@ void kernel(const Product& p, long row, long panel) {
       __m512 y = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[r][0][half], offset));
       if (D == 2) {
         const __m512 low = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[r][D - 1][half], offset));
-        y = _mm512_fmadd_ps(low, _mm512_set1_ps(1.0f / baton::kDigit), y);
+        y = _mm512_fmadd_ps(low, _mm512_set1_ps(1.0f / kDigit), y);
       }
       const __m512 both = _mm512_mul_ps(y, scale);
       store(p, row + r, column, _mm512_mul_ps(both, _mm512_set1_ps(p.x.scales[row + r])));
@@ -108,8 +101,6 @@ constexpr Kernel kTwo[6] = {kernel<1, 2>, kernel<2, 2>, kernel<3, 2>,
 
 }  // namespace
 
-extern "C" int baton_int8_supported() { return kSupported; }
-
 // Bytes of the packed form of a weight [outputs, inputs]; its scales and offsets are padded to
 // whole panels too.
 extern "C" long baton_int8_packed_size(long outputs, long inputs) {
@@ -119,7 +110,7 @@ extern "C" long baton_int8_packed_size(long outputs, long inputs) {
 extern "C" void baton_int8_pack(const int8_t* weight, long outputs, long inputs, int8_t* packed,
                                 int32_t* offsets, int threads) {
   const long panels = (outputs + kPanel - 1) / kPanel, quads = (inputs + kQuad - 1) / kQuad;
-  baton::share(threads, panels, [=](long panel) {
+  share(threads, panels, [=](long panel) {
     int8_t* to = packed + panel * quads * kPanel * kQuad;
     for (long quad = 0; quad < quads; ++quad)
       for (int column = 0; column < kPanel; ++column)
@@ -142,14 +133,16 @@ extern "C" void baton_int8_product(const void* x, long x_stride, int is_bf16,
                                    const int32_t* offsets, void* y, long y_stride, long rows,
                                    long outputs, long inputs, int digits, int threads) {
   if (rows == 0) return;
-  static thread_local baton::Scratch packed, row_scales;
+  static thread_local Scratch packed, row_scales;
   Product p{{x, x_stride, is_bf16 != 0, inputs, digits, nullptr, row_scales.take<float>(rows)},
             weights, scales, offsets, y, y_stride, rows, outputs};
   p.x.packed = packed.take<uint8_t>(rows * digits * p.x.row_bytes());
   const bool large = rows * inputs > (1 << 15);
-  baton::share(large ? threads : 1, rows, [&](long row) { p.x.quantise(row, kShift); });
-  const long most = digits == 2 ? 6 : 12;
-  baton::share_product(threads, p.panels(), rows, most, [&](long row, long count, long panel) {
+  share(large ? threads : 1, rows, [&](long row) { p.x.quantise(row, kShift); });
+  const long most = (kIsAvx512 ? 12 : 4) / digits;
+  share_product(threads, p.panels(), rows, most, [&](long row, long count, long panel) {
     (digits == 2 ? kTwo : kOne)[count - 1](p, row, panel);
   });
 }
+
+}  // namespace baton

@@ -2,16 +2,17 @@
 
     python -m baton.engine.cpu.native.library      compile now (``make`` does it at install)
 
-Products of bf16 are summed in one of two orders. Any CPU with AVX-512 can compute both:
+Products of bf16 are summed in one of two orders. Any CPU with AVX2 can compute both:
 
-- ``tile``: the order of AMX tiles; without AMX, by FMAs, about as fast as those of ``vdp``
+- ``tile``: the order of AMX tiles; without AMX, by FMAs
 - ``vdp``: the order of VDPBF16PS; without AVX512_BF16, by FMAs
 
 Hosts of one order may pair in ``exact``, by whatever instructions. ``auto`` chooses ``vdp`` where
-there is VDPBF16PS and no AMX (AMD: it is much faster there than FMAs), else ``tile``. A fleet of
-mixed CPUs sets one for all: ``numerics: {native: tile}``.
+there is VDPBF16PS and no AMX (AMD: it is much faster there than FMAs) and where there is no AVX-512
+(sums of ``tile`` do not fit into its registers), else ``tile``. A fleet of mixed CPUs sets one for
+all: ``numerics: {native: tile}``.
 
-Without a compiler or AVX-512, and with ``native: off``, there is no library, and torch's kernels do
+Without a compiler or AVX2, and with ``native: off``, there is no library, and torch's kernels do
 the same work. The bits differ, so the numerics ids do, and workers of different kinds refuse to
 pair in ``exact``. ``BATON_NATIVE`` overrides the configuration. It takes ``auto``, ``tile``,
 ``vdp``, ``0``, and for tests ``amx`` (tiles, or an error), ``emulate`` (``tile`` by FMAs although
@@ -29,7 +30,8 @@ from pathlib import Path
 from baton.engine.compiled import Functions, compiled, compiler, cpu_flags, declared
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w")
-_CPU_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}  # avx512_bf16 makes it faster
+_CPU_FLAGS = {"avx2", "fma", "f16c"}  # AVX-512 makes it faster
+_AVX512_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _AMX_FLAGS = {"amx_tile", "amx_bf16"}
 _SELF_TEST_LIMIT_S = 60.0
 
@@ -85,7 +87,7 @@ def description() -> str:
 def widens_bf16() -> bool:
     """Return whether this CPU's bf16 weights are kept in fp32 by oneDNN (``OneDnnWeight``)."""
     flags = cpu_flags()
-    return not (flags >= _CPU_FLAGS or "bf16" in flags)  # x86, ARM
+    return not (flags >= _AVX512_FLAGS or "bf16" in flags)  # x86, ARM
 
 
 def choose_native(native: str) -> None:
@@ -103,6 +105,8 @@ def _wanted() -> str:
 
 def _is_vdp_faster() -> bool:
     flags = cpu_flags()
+    if not flags >= _AVX512_FLAGS:
+        return True
     return "avx512_bf16" in flags and not flags >= _AMX_FLAGS
 
 
@@ -174,7 +178,6 @@ _FUNCTIONS: Functions = {
     "baton_tile_packed_size": (_LONG, (_LONG, _LONG)),
     "baton_tile_pack": (None, (_POINTER, _LONG, _LONG, _POINTER, _INT)),
     "baton_tile_product": (None, (*_ROWS, _POINTER, *_ROWS, _LONG, _LONG, _LONG, _INT, _INT)),
-    "baton_int8_supported": (_INT, ()),
     "baton_int8_packed_size": (_LONG, (_LONG, _LONG)),
     "baton_int8_pack": (None, (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT)),
     "baton_int8_product": (

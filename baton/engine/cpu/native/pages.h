@@ -7,8 +7,6 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -86,6 +84,35 @@ inline __m512i load_dims(const uint8_t* vector, int at, int dim) {
 template <int F>
 inline void pack_keys(const uint8_t* keys, long token_bytes, int valid, int at, int dim,
                       __m512i* packed) {
+#ifdef BATON_HALVES  // 8 tokens x 8 pairs at a time: all of them do not fit into registers
+  for (int part = 0; part < 4; ++part) {
+    const int first = part / 2 * 8;
+    __m256i r[8], s[8];
+#pragma GCC unroll 8
+    for (int t = 0; t < 8; ++t) {
+      if (first + t >= valid) {
+        r[t] = _mm256_setzero_si256();
+        continue;
+      }
+      const __m512i dims = load_dims<F>(keys + (first + t) * token_bytes, at, dim);
+      r[t] = part % 2 ? dims.high : dims.low;
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+      s[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+      s[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    auto* const to = reinterpret_cast<__m256i*>(packed + part % 2 * 8) + part / 2;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m256i a = s[i / 2], b = s[i / 2 + 2], c = s[i / 2 + 4], d = s[i / 2 + 6];
+      const __m256i upper = i % 2 ? _mm256_unpackhi_epi64(a, b) : _mm256_unpacklo_epi64(a, b);
+      const __m256i lower = i % 2 ? _mm256_unpackhi_epi64(c, d) : _mm256_unpacklo_epi64(c, d);
+      to[2 * i] = _mm256_permute2x128_si256(upper, lower, 0x20);
+      to[2 * i + 8] = _mm256_permute2x128_si256(upper, lower, 0x31);
+    }
+  }
+#else
   __m512i r[16], s[16];
   for (int t = 0; t < 16; ++t)
     r[t] = t < valid ? load_dims<F>(keys + t * token_bytes, at, dim) : _mm512_setzero_si512();
@@ -111,6 +138,7 @@ inline void pack_keys(const uint8_t* keys, long token_bytes, int valid, int at, 
     packed[i + 4] = _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0x88);
     packed[i + 12] = _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0xdd);
   }
+#endif
 }
 
 // V of 16 tokens, 32 dims: dims of tokens 2 i and 2 i + 1 interleaved, in lane order.
@@ -127,30 +155,38 @@ inline void pack_values(const uint8_t* values, long token_bytes, int valid, int 
   }
 }
 
-// The cache to prefetch into. On Zen 4, prefetching into L1 takes more than twice as long; on Zen 5, which
-// has AVX-VNNI, prefetching into L2 alone takes up to 1.6 times as long.
-#if defined(__AMX_TILE__) || (defined(__AVX512BF16__) && !defined(__AVXVNNI__))
+// The cache to prefetch into. On Zen 3 prefetching into L1 takes longer, on Zen 4 more than twice as long;
+// on Zen 5, which has AVX-VNNI, prefetching into L2 alone takes up to 1.6 times as long.
+#if !defined(__AVX512F__) || defined(__AMX_TILE__) || \
+    (defined(__AVX512BF16__) && !defined(__AVXVNNI__))
 constexpr auto kNear = _MM_HINT_T1;
 #else
 constexpr auto kNear = _MM_HINT_T0;
 #endif
 
-// Prefetches the next step's K and V of a head during this one's computation, a token at a time: pages
-// lie anywhere, so no hardware predicts them, and all at once they would wait for each other.
+// Prefetches the next step's K and V of a head during this one's computation, a token at a time, or a
+// line by AVX2, where a step has more calls: pages lie anywhere, so no hardware predicts them, and all
+// at once they would wait for each other.
 class Ahead {
  public:
   Ahead(long token_bytes, long vector_bytes) : token_bytes_(token_bytes), bytes_(vector_bytes) {}
 
-  void clear() { count_ = at_ = 0; }
+  void clear() { count_ = at_ = line_ = 0; }
   void add(Vectors block) { blocks_[count_++] = block; }
 
   void fetch() {
     if (at_ == count_ * kBlock) return;
     const Vectors& block = blocks_[at_ / kBlock];
     const long token = at_ % kBlock * token_bytes_;
-    for (long line = 0; line < bytes_; line += 64) {
-      _mm_prefetch(block.keys + token + line, kNear);
-      _mm_prefetch(block.values + token + line, kNear);
+    if (kIsAvx512) {
+      for (long line = 0; line < bytes_; line += 64) {
+        _mm_prefetch(block.keys + token + line, kNear);
+        _mm_prefetch(block.values + token + line, kNear);
+      }
+    } else {
+      _mm_prefetch((line_ % 2 ? block.values : block.keys) + token + line_ / 2 * 64, kNear);
+      if (++line_ / 2 * 64 < bytes_) return;
+      line_ = 0;
     }
     ++at_;
   }
@@ -158,6 +194,7 @@ class Ahead {
  private:
   const long token_bytes_, bytes_;
   int count_ = 0, at_ = 0;  // of the blocks, and the next token
+  int line_ = 0;            // of its K and V in turn
   Vectors blocks_[kStepBlocks];
 };
 

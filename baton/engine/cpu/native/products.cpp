@@ -10,8 +10,6 @@
 // Many rows take several passes over a panel. The first waits for memory, the others for FMAs. So each of
 // the last two prefetches a half of the next panel.
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -20,10 +18,11 @@
 #include "team.h"
 #include "vectors.h"
 
+namespace baton {
 namespace {
 
 constexpr int kPanel = 32;       // outputs
-constexpr int kMostRows = 12;    // of a kernel
+constexpr int kMostRows = kIsAvx512 ? 12 : 4;  // of a kernel
 constexpr int kTwoPasses = 10;    // rows from which two passes are faster than one
 constexpr long kChunkRows = 96;   // rows of a unit: they stay in the L2 cache
 constexpr long kUnitsPerThread = 4;
@@ -39,7 +38,7 @@ struct Product {
 
 inline void store(uint16_t* y, __m512 low, __m512 high, long columns) {
   const __mmask32 mask = columns >= kPanel ? ~0u : (1u << columns) - 1;
-  _mm512_mask_storeu_epi16(y, mask, baton::narrow_two(high, low));
+  _mm512_mask_storeu_epi16(y, mask, narrow_two(high, low));
 }
 
 // With `A`, reads a line of `ahead` for each pair of inputs into the cache.
@@ -56,9 +55,9 @@ void kernel(const Product& p, long row, long panel, const uint16_t* ahead) {
     const __m512i second = _mm512_load_si512(weights + kPanel);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const __m512i both = baton::two(x + r * p.x_stride + 2 * pair);
-      low[r] = baton::dot_pairs(low[r], first, both);
-      high[r] = baton::dot_pairs(high[r], second, both);
+      const __m512i both = two(x + r * p.x_stride + 2 * pair);
+      low[r] = dot_pairs(low[r], first, both);
+      high[r] = dot_pairs(high[r], second, both);
     }
   }
   const long column = panel * kPanel;
@@ -69,7 +68,7 @@ void kernel(const Product& p, long row, long panel, const uint16_t* ahead) {
 
 using Kernel = void (*)(const Product&, long, long, const uint16_t*);
 template <bool A>
-constexpr Kernel kKernels[kMostRows] = {
+constexpr Kernel kKernels[] = {
     kernel<1, A>, kernel<2, A>, kernel<3, A>, kernel<4, A>,  kernel<5, A>,  kernel<6, A>,
     kernel<7, A>, kernel<8, A>, kernel<9, A>, kernel<10, A>, kernel<11, A>, kernel<12, A>};
 
@@ -83,7 +82,7 @@ extern "C" long baton_packed_size(long outputs, long inputs) {
 extern "C" void baton_pack(const uint16_t* weight, long outputs, long inputs, uint16_t* packed,
                            int threads) {
   const long panels = (outputs + kPanel - 1) / kPanel;
-  baton::share(threads, panels, [=](long panel) {
+  share(threads, panels, [=](long panel) {
     uint16_t* to = packed + panel * kPanel * inputs;
     for (long pair = 0; pair < inputs / 2; ++pair)
       for (int column = 0; column < kPanel; ++column, to += 2) {
@@ -108,8 +107,8 @@ extern "C" void baton_product(const uint16_t* x, long x_stride, const uint16_t* 
   const long runs = (panels + run - 1) / run;
   const long chunks = (rows + kChunkRows - 1) / kChunkRows;
   const long per_chunk = (rows + chunks - 1) / chunks;
-  baton::share(threads, runs * chunks, [&](long unit) {
-    const baton::FlushDenormals flush;
+  share(threads, runs * chunks, [&](long unit) {
+    const FlushDenormals flush;
     const long first = unit % runs * run, last = std::min(panels, first + run);
     const long begin = unit / runs * per_chunk, end = std::min(rows, begin + per_chunk);
     const long least = end - begin < kTwoPasses ? 1 : 2;
@@ -127,3 +126,5 @@ extern "C" void baton_product(const uint16_t* x, long x_stride, const uint16_t* 
     }
   });
 }
+
+}  // namespace baton

@@ -72,10 +72,8 @@ class NativeWeight(_Bf16Product):
 
 
 def int8_fits(dtype: torch.dtype) -> bool:
-    """Return whether there are kernels for weights of 8 and 4 bits; they need VNNI."""
-    library = load()
-    fits = library is not None and bool(library.baton_int8_supported())
-    return fits and dtype in (torch.bfloat16, torch.float32)
+    """Return whether there are kernels for weights of 8 and 4 bits."""
+    return load() is not None and dtype in (torch.bfloat16, torch.float32)
 
 
 class NativeInt8Weight:

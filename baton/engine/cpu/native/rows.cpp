@@ -1,7 +1,5 @@
-// Row-wise operations of a decoder between its products, for CPUs with AVX-512. Each call reads and
-// writes its rows once; each row is computed separately, in one fixed order.
-
-#include <immintrin.h>
+// Row-wise operations of a decoder between its products. Each call reads and writes its rows once; each
+// row is computed separately, in one fixed order.
 
 #include <algorithm>
 #include <cmath>
@@ -11,10 +9,8 @@
 #include "team.h"
 #include "vectors.h"
 
+namespace baton {
 namespace {
-
-using baton::load_bf16;
-using baton::store_bf16;
 
 constexpr int kMostLargest = 64;
 constexpr long kUnitElements = 16384;  // fewer do not pay for another thread
@@ -23,7 +19,7 @@ constexpr long kUnitElements = 16384;  // fewer do not pay for another thread
 template <class F>
 void by_rows(int threads, long rows, long width, const F& each) {
   const long per_unit = std::max(1L, kUnitElements / width);
-  baton::share(threads, (rows + per_unit - 1) / per_unit, [&](long unit) {
+  share(threads, (rows + per_unit - 1) / per_unit, [&](long unit) {
     const long end = std::min(rows, (unit + 1) * per_unit);
     for (long row = unit * per_unit; row < end; ++row) each(row);
   });
@@ -110,16 +106,16 @@ extern "C" void baton_gate(const uint16_t* gate_up, long stride, uint16_t* out, 
     const uint16_t* from = gate_up + row * stride;
     for (long i = 0; i < width; i += 16) {
       const __mmask16 mask = width - i >= 16 ? 0xffff : (1u << (width - i)) - 1;
-      const __m512 x = baton::widen(_mm256_maskz_loadu_epi16(mask, from + i));
+      const __m512 x = widen(_mm256_maskz_loadu_epi16(mask, from + i));
       __m512 inner = x;
       if (gelu) {  // 1 + tanh(u) = 2 sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
         const __m512 cubic = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f),
                                              _mm512_set1_ps(1.0f));
         inner = _mm512_mul_ps(_mm512_mul_ps(x, cubic), _mm512_set1_ps(1.5957691216057308f));
       }
-      const __m512 up = baton::widen(_mm256_maskz_loadu_epi16(mask, from + width + i));
-      const __m512 y = _mm512_mul_ps(_mm512_mul_ps(x, baton::sigmoid(inner)), up);
-      _mm256_mask_storeu_epi16(out + row * out_stride + i, mask, baton::narrow(y));
+      const __m512 up = widen(_mm256_maskz_loadu_epi16(mask, from + width + i));
+      const __m512 y = _mm512_mul_ps(_mm512_mul_ps(x, sigmoid(inner)), up);
+      _mm256_mask_storeu_epi16(out + row * out_stride + i, mask, narrow(y));
     }
   });
 }
@@ -209,3 +205,5 @@ extern "C" void baton_dots(const float* x, long x_stride, const uint16_t* table,
     }
   });
 }
+
+}  // namespace baton

@@ -1,5 +1,5 @@
 // Products of bf16 rows with packed bf16 weights, y = x @ w.T, with the sums of AMX tiles
-// (``tiles.h``): by AMX, and with the same bits by the FMAs of any CPU with AVX-512.
+// (``tiles.h``): by AMX, and with the same bits by FMA.
 //
 // An element's sums run over K in steps of 32 inputs, padded with zeros. So its bits depend on its
 // own row and column alone: not on the other rows, on how rows and columns are cut, nor on threads.
@@ -7,8 +7,6 @@
 //   packed weights   [panels][K / 32][2 tiles][16 pairs][16 outputs][2 inputs]
 //   by AMX           2 tiles of rows x 2 of outputs; up to 16 rows: 1 x 2
 //   by FMA           R rows x P panels, even and odd sums in registers; x is widened once to fp32
-
-#include <immintrin.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -20,11 +18,8 @@
 #include "tiles.h"
 #include "vectors.h"
 
+namespace baton {
 namespace {
-
-using baton::kStepInputs;
-using baton::kTileBytes;
-using baton::kTileRows;
 
 constexpr int kPanel = 32;  // outputs
 constexpr long kStepBytes = 2 * kTileBytes;  // of a panel
@@ -32,7 +27,7 @@ constexpr long kUnitsPerThread = 4;
 constexpr long kMostTileRows = 512;      // of a unit by AMX,
 constexpr long kMostTileBytes = 1 << 20;  // and their bytes: they stay in the L2 cache
 constexpr long kMostFmaRows = 96;
-constexpr int kTogether = 6;   // rows x panels of a kernel by FMA: 24 sums
+constexpr int kTogether = kIsAvx512 ? 6 : 2;  // rows x panels of a kernel by FMA: 24 sums, or 16
 constexpr long kAhead = 8192;  // bytes of weights prefetched where they are only read
 
 struct Product {
@@ -52,7 +47,7 @@ inline void store(const Product& p, long row, long panel, __m512 low, __m512 hig
   const long left = p.outputs - panel * kPanel;
   const __mmask32 mask = left >= kPanel ? ~0u : (1u << left) - 1;
   uint16_t* y = p.y + row * p.y_stride + panel * kPanel;
-  _mm512_mask_storeu_epi16(y, mask, baton::narrow_two(high, low));
+  _mm512_mask_storeu_epi16(y, mask, narrow_two(high, low));
 }
 
 // ---- by tiles
@@ -71,10 +66,10 @@ class TiledRows {
                           p.x_stride % 2048 != 0 && reinterpret_cast<uintptr_t>(p.x) % 64 == 0;
     whole_ = in_place ? p.rows / kTileRows : 0;
     const long tiles = (p.rows + kTileRows - 1) / kTileRows - whole_;
-    static thread_local baton::Scratch copies;
+    static thread_local Scratch copies;
     copied_ = copies.take<char>(tiles * p.steps() * kTileBytes);
     const bool large = tiles * kTileRows * p.inputs > (1 << 15);
-    baton::share(large ? threads : 1, tiles, [&](long tile) { copy(tile); });
+    share(large ? threads : 1, tiles, [&](long tile) { copy(tile); });
   }
 
   Operand operator[](long tile) const {
@@ -164,7 +159,7 @@ void by_tiles(const Product& p, int threads) {
   const long each = ((row_tiles + chunks - 1) / chunks + 1) / 2 * 2;
   const long run = std::clamp<long>(panels / (threads * kUnitsPerThread), 1, 16);
   const long runs = (panels + run - 1) / run;
-  baton::share(threads, runs * chunks, [&](long unit) {
+  share(threads, runs * chunks, [&](long unit) {
     const long first = unit % runs * run, last = std::min(panels, first + run);
     const long begin = unit / runs * each, end = std::min(row_tiles, begin + each);
     if (begin >= end) return;
@@ -210,9 +205,9 @@ void kernel(const Product& p, const float* x, long row, long panel) {
         }
         const __m512i w =
             _mm512_load_si512(weights + v / 2 * next + v % 2 * kTileBytes + 64 * pair);
-        const __m512 w_even = baton::even_of(w), w_odd = baton::odd_of(w);
+        const __m512 w_even = even_of(w), w_odd = odd_of(w);
         const float* inputs = x + 2 * pair;
-        baton::hide(inputs);
+        hide(inputs);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           const float* at = inputs + r * width;
@@ -232,23 +227,23 @@ void kernel(const Product& p, const float* x, long row, long panel) {
 }
 
 using Kernel = void (*)(const Product&, const float*, long, long);
-constexpr Kernel kFew[kTogether / 2] = {kernel<1, 2, true>, kernel<2, 2, true>, kernel<3, 2, true>};
-constexpr Kernel kFirst[kTogether] = {kernel<1, 1, true>, kernel<2, 1, true>, kernel<3, 1, true>,
+constexpr Kernel kFew[] = {kernel<1, 2, true>, kernel<2, 2, true>, kernel<3, 2, true>};
+constexpr Kernel kFirst[] = {kernel<1, 1, true>, kernel<2, 1, true>, kernel<3, 1, true>,
                                       kernel<4, 1, true>, kernel<5, 1, true>, kernel<6, 1, true>};
-constexpr Kernel kNext[kTogether] = {kernel<1, 1, false>, kernel<2, 1, false>, kernel<3, 1, false>,
+constexpr Kernel kNext[] = {kernel<1, 1, false>, kernel<2, 1, false>, kernel<3, 1, false>,
                                      kernel<4, 1, false>, kernel<5, 1, false>, kernel<6, 1, false>};
 
 // Rows begin ... end - 1 as fp32, each padded with zeros to whole steps.
 const float* widened(const Product& p, long begin, long end) {
   const long width = p.steps() * kStepInputs;
-  static thread_local baton::Scratch rows;
+  static thread_local Scratch rows;
   auto* to = rows.take<float>((end - begin) * width);
   for (long row = begin; row < end; ++row)
     for (long i = 0; i < width; i += 16) {
       const long left = p.inputs - i;
       const __mmask16 mask = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
       const __m256i x = _mm256_maskz_loadu_epi16(mask, p.x + row * p.x_stride + i);
-      _mm512_store_ps(to + (row - begin) * width + i, baton::widen(x));
+      _mm512_store_ps(to + (row - begin) * width + i, widen(x));
     }
   return to;
 }
@@ -260,8 +255,8 @@ void by_fma(const Product& p, int threads) {
   const long runs = (panels + run - 1) / run;
   const long chunks = (p.rows + kMostFmaRows - 1) / kMostFmaRows;
   const long each = (p.rows + chunks - 1) / chunks;
-  baton::share(threads, runs * chunks, [&](long unit) {
-    const baton::FlushAll flush;
+  share(threads, runs * chunks, [&](long unit) {
+    const FlushAll flush;
     const long first = unit % runs * run, last = std::min(panels, first + run);
     const long begin = unit / runs * each, end = std::min(p.rows, begin + each);
     if (begin >= end) return;
@@ -284,7 +279,7 @@ void by_fma(const Product& p, int threads) {
 
 }  // namespace
 
-extern "C" int baton_tiles_permitted() { return baton::HardwareTiles::permitted(); }
+extern "C" int baton_tiles_permitted() { return HardwareTiles::permitted(); }
 
 // Elements of the packed form of a weight [outputs, inputs].
 extern "C" long baton_tile_packed_size(long outputs, long inputs) {
@@ -295,7 +290,7 @@ extern "C" long baton_tile_packed_size(long outputs, long inputs) {
 extern "C" void baton_tile_pack(const uint16_t* weight, long outputs, long inputs,
                                 uint16_t* packed, int threads) {
   const Product p{nullptr, 0, nullptr, nullptr, 0, 0, outputs, inputs};
-  baton::share(threads, p.panels(), [=](long panel) {
+  share(threads, p.panels(), [=](long panel) {
     uint16_t* to = packed + panel * p.steps() * kStepBytes / 2;
     for (long step = 0; step < p.steps(); ++step)
       for (int tile = 0; tile < 2; ++tile)
@@ -319,9 +314,11 @@ extern "C" void baton_tile_product(const uint16_t* x, long x_stride, const uint1
   const Product p{x, x_stride, reinterpret_cast<const char*>(weights), y, y_stride, rows, outputs,
                   inputs};
   if (tiles == 1)
-    by_tiles<baton::HardwareTiles>(p, threads);
+    by_tiles<HardwareTiles>(p, threads);
   else if (tiles == 2)
-    by_tiles<baton::SoftwareTiles>(p, threads);
+    by_tiles<SoftwareTiles>(p, threads);
   else
     by_fma(p, threads);
 }
+
+}  // namespace baton

@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "kernels.h"
 
+namespace baton {
 namespace {
 
 class Noise {
@@ -69,7 +70,7 @@ bool attention_agrees(int tiles, int group, int dim, int start, int count, int w
   for (int way = 0; way < 2; ++way) {
     found[way].assign(count * group * dim, 0);
     baton_attention(q.data(), group * dim, reinterpret_cast<uint8_t*>(keys.data()),
-                    reinterpret_cast<uint8_t*>(values.data()), 2 * dim, 2 * dim, baton::kBf16, span,
+                    reinterpret_cast<uint8_t*>(values.data()), 2 * dim, 2 * dim, kBf16, span,
                     1, table.data(), group, 1, dim, window, 0.125f, found[way].data(), group * dim,
                     1, way ? tiles : 0, nullptr);
   }
@@ -98,3 +99,5 @@ extern "C" int baton_tiles_agree(int tiles) {
           }
   return 0;
 }
+
+}  // namespace baton

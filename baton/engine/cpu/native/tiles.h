@@ -10,7 +10,6 @@
 
 #pragma once
 
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 

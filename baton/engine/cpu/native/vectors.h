@@ -2,9 +2,9 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
+
+#include "avx512.h"
 
 namespace baton {
 
