@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from fastapi import HTTPException, Query, Request
 from fastapi.responses import FileResponse
 from pydantic import Field, StringConstraints
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
 
 from baton.config.clients import ClientLimitsConfig
 from baton.types.errors import InvalidRequestError, NotKeptError, UnavailableError
@@ -96,6 +98,28 @@ def store_of(router: Process) -> BatchStore | None:
     )
 
 
+class _Content(FileResponse):
+    """Content of a file, which is sent to its end even if it is deleted meanwhile."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the content, or raise HTTPException."""
+
+        async def checked(message: Message) -> None:
+            if message.get("status", 0) >= 400:  # a plain text, so far
+                kept = Headers(raw=message["headers"]).get("content-range")
+                more = {"content-range": kept} if kept else None
+                raise HTTPException(416, "range: must be `bytes=FIRST-LAST` within the file", more)
+            await send(message)
+
+        try:
+            file = await asyncio.to_thread(open, self.path, "rb")
+        except FileNotFoundError:
+            raise _unknown(Path(self.path).stem) from None
+        with file:
+            self.path = f"/proc/self/fd/{file.fileno()}"  # is opened again for the body
+            await super().__call__(scope, receive, checked)
+
+
 _Find = Callable[[Request], tuple[BatchStore, str]]
 """Returns the store and the tenant of a call."""
 
@@ -172,12 +196,12 @@ def _add_files(api: Endpoints, of: _Find) -> None:
         return _known(await asyncio.to_thread(store.file, tenant, file_id), file_id).shown()
 
     @api.get("/v1/files/{file_id}/content")
-    async def content(request: Request, file_id: str) -> FileResponse:
+    async def content(request: Request, file_id: str) -> _Content:
         """Return the content of a file."""
         store, tenant = of(request)
         _known(await asyncio.to_thread(store.file, tenant, file_id), file_id)
         path = store.data_path(tenant, file_id)
-        return FileResponse(path, media_type="application/octet-stream")
+        return _Content(path, media_type="application/octet-stream")
 
     @api.delete("/v1/files/{file_id}")
     async def delete(request: Request, file_id: str) -> dict[str, Any]:

@@ -7,12 +7,14 @@ import json
 import os
 import shutil
 import time
+from pathlib import Path
 from tempfile import SpooledTemporaryFile
 
 import pytest
 
 from baton.config.clients import BatchConfig
 from router.frontend.batch import runner, store
+from router.frontend.batch.calls import _Content
 from router.frontend.batch.lines import LineFault, read_line
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import BatchStore
@@ -335,3 +337,24 @@ async def test_a_tenant_with_the_name_of_the_lock_is_refused(start):
     form = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
     refused = await fleet.http.post("/v1/files", **form, headers=header)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-baton-tenant")
+
+
+async def test_a_content_is_whole_or_missing_and_refused_ranges_are_json(start, monkeypatch):
+    """A file that a tenant deleted while it was read was an error 500, or a cut response."""
+    fleet = await start()
+    sent = {"file": ("a", b"0123456789"), "purpose": (None, "batch")}
+    path = f"/v1/files/{(await fleet.http.post('/v1/files', files=sent)).json()['id']}"
+    for ranges in ("bytes=10-", "bytes=5-2", "lines=1-2", "bytes"):
+        refused = await fleet.http.get(f"{path}/content", headers={"range": ranges})
+        assert refused.status_code == 416 and refused.json()["error"]["param"] is None
+    part = await fleet.http.get(f"{path}/content", headers={"range": "bytes=2-4"})
+    assert (part.status_code, part.text) == (206, "234")
+    whole = _Content.set_stat_headers
+
+    def deleted(content, found):
+        whole(content, found)
+        next((fleet.router.settings.state_dir / Path("batch")).rglob("*.data")).unlink()
+
+    monkeypatch.setattr(_Content, "set_stat_headers", deleted)
+    assert (await fleet.http.get(f"{path}/content")).content == b"0123456789"
+    assert (await fleet.http.get(f"{path}/content")).status_code == 404
