@@ -122,19 +122,26 @@ class AnyRouter:
 
     # --- sums ------------------------------------------------------------------------------------
 
-    async def _own_page(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _ask_own(self, scope: Scope, receive: Receive) -> _Answer:
         own = _Answer()
-        await self.app(scope, receive, own.take)
+        try:
+            await self.app(scope, receive, own.take)
+        except Exception:
+            if not own.start:  # else the application has answered and logged its fault
+                raise
+        return own
+
+    async def _own_page(self, scope: Scope, receive: Receive, send: Send) -> None:
+        own = await self._ask_own(scope, receive)
         if own.status == 200:
             self.past.keep(own.body)
             own.start["headers"].append((_PID, b"%d" % os.getpid()))
         await own.send(send)
 
     async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
-        own = _Answer()
         accept = Headers(scope=scope).get("accept", "")
         kept = [field for field in scope["headers"] if field[0] != b"accept"]  # the text is summed
-        await self.app({**scope, "headers": kept}, receive, own.take)
+        own = await self._ask_own({**scope, "headers": kept}, receive)
         if own.status != 200 or scope["method"] != "GET":
             await own.send(send)
             return
@@ -160,8 +167,7 @@ class AnyRouter:
         return together.render()
 
     async def _sum(self, scope: Scope, receive: Receive, send: Send) -> None:
-        own = _Answer()
-        await self.app(scope, receive, own.take)
+        own = await self._ask_own(scope, receive)
         if own.status != 200:
             await own.send(send)
             return
@@ -175,8 +181,7 @@ class AnyRouter:
     # --- searches and announcements --------------------------------------------------------------
 
     async def _search(self, scope: Scope, receive: Receive, send: Send) -> None:
-        own = _Answer()
-        await self.app(scope, receive, own.take)
+        own = await self._ask_own(scope, receive)
         if own.status in _MAY_BE_ELSEWHERE:
             headers = Headers(scope=scope)
             for index in await self.siblings.alive():
@@ -195,8 +200,7 @@ class AnyRouter:
             body.extend(message.get("body", b""))
             return message
 
-        own = _Answer()
-        await self.app(scope, record, own.take)
+        own = await self._ask_own(scope, record)
         if own.status == 200:
             headers = Headers(scope=scope)
             calls = [

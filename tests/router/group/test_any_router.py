@@ -91,6 +91,25 @@ async def test_a_question_reaches_the_sibling_as_it_was_asked(two):
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
 
 
+async def test_a_fault_has_the_format_of_all_errors(two, monkeypatch):
+    """The server answered in plain text, as the application raises its faults again."""
+    _, client = two
+
+    def fail(*_):
+        raise RuntimeError
+
+    monkeypatch.setattr("router.tenants.access.AccessControl._key_of", fail)
+    monkeypatch.setattr("router.tenants.access.AccessControl.of", fail)
+    for method, path in (
+        ("GET", "/fleet/requests/x"),
+        ("POST", "/inference/v1/abort_requests"),
+        ("GET", "/fleet/requests"),
+    ):
+        failed = await client.request(method, path)
+        assert failed.status_code == 500
+        assert failed.json()["error"]["message"] == "the router failed; see its log", path
+
+
 async def test_a_limit_may_be_spelled_as_urls_spell(two):
     fleet, client = two
     for _ in range(3):
