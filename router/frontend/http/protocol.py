@@ -305,6 +305,9 @@ class LimitedProtocol(HttpToolsProtocol):
         names: set[bytes] = set()
         for name, value in self.headers:
             size += len(name) + len(value) + _FIELD_BYTES
+            if name == b"transfer-encoding" and value.strip(b" \t,").lower() != b"chunked":
+                # The parser would take the compressed body for the body.
+                return InvalidRequestError.at(name.decode(), "must be chunked")
             if name not in _ONCE:
                 continue
             if name in names:

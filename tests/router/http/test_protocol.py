@@ -105,6 +105,19 @@ async def test_fields_that_count_once_are_refused_twice(serve, fields, param):
     assert json.loads(got[got.rindex(b'{"error') :])["error"]["param"] == param
 
 
+@pytest.mark.parametrize("lines", [b"gzip, chunked", b"gzip\r\ntransfer-encoding: chunked"])
+async def test_bodies_in_another_coding_than_chunks_are_refused(serve, lines):
+    """The chunks were read as the body, in whichever coding their content is."""
+    router = await serve(Script())
+    body = json.dumps(ASKED).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: "
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    got = await answers(router, head + lines + b"\r\n\r\n" + chunks)
+    assert got.startswith(b"HTTP/1.1 400") and b'"param":"transfer-encoding"' in got
+    taken = head + b"Chunked\r\nconnection: close\r\n\r\n" + chunks
+    assert (await answers(router, taken)).startswith(b"HTTP/1.1 200")
+
+
 @pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize("pieces", [1, 40])
 async def test_the_limit_of_the_header_is_exact(serve, more, pieces):
