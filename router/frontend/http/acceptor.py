@@ -31,6 +31,7 @@ class Acceptor:
         listener: Descriptor of the socket, which stays open and belongs to the caller.
         make_connection: Function that returns the protocol of a new connection.
         count_failure: Callback for the name of a background task that failed.
+        handshakes: Limit of TLS handshakes at once.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class Acceptor:
         make_connection: Callable[[], asyncio.Protocol],
         tls: Any,
         count_failure: Callable[[str], None],
+        handshakes: int = MAX_HANDSHAKES,
     ) -> None:
+        self._handshakes = handshakes
         self._listener = socket.socket(fileno=os.dup(listener))
         self._listener.setblocking(False)
         self._make_connection = make_connection
@@ -79,7 +82,7 @@ class Acceptor:
             task = self._tasks.spawn(self._connect(connection), "connection")
             self._connecting[task] = connection
             task.add_done_callback(lambda done: self._connecting.pop(done, None))
-            if len(self._connecting) > MAX_HANDSHAKES:
+            if self._tls and len(self._connecting) > self._handshakes:
                 self._end_oldest()
 
     def _end_oldest(self) -> None:

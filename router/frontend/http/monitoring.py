@@ -10,7 +10,6 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
-import uvicorn
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -18,6 +17,7 @@ from baton.config.clients import ClientLimitsConfig
 from baton.config.network import MonitoringConfig
 from baton.telemetry.metrics import Metrics
 from router.frontend.http.protocol import server_config
+from router.frontend.http.server import RouterServer
 from router.frontend.http.web_pages import PROBES
 from router.process import Process
 
@@ -63,7 +63,8 @@ async def monitoring(
     shared = hasattr(socket, "SO_REUSEPORT")
     address = (config.host, config.port)
     listener = socket.create_server(address, family=family, reuse_port=shared)
-    server = uvicorn.Server(options)
+    failed = process.observer.task_failed
+    server = RouterServer(options, count_failure=failed, handshakes=_LIMITS.max_connections)
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]
     serving = process.tasks.spawn(server.serve([listener]), "monitoring")
     try:

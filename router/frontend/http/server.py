@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from router.frontend.group.any_router import AnyRouter
-from router.frontend.http.acceptor import Acceptor
+from router.frontend.http.acceptor import MAX_HANDSHAKES, Acceptor
 
 _LOOK_EVERY_S = 0.1
 
@@ -27,6 +27,7 @@ class RouterServer(uvicorn.Server):
         group: Routers with the same port, or None.
         leave_limit_s: Time limit of responses when the router leaves.
         count_failure: Callback for the name of a background task that failed.
+        handshakes: Limit of TLS handshakes at once.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class RouterServer(uvicorn.Server):
         *,
         leave_limit_s: float = 0.0,
         count_failure: Callable[[str], None] = lambda _: None,
+        handshakes: int = MAX_HANDSHAKES,
     ) -> None:
         super().__init__(config)
+        self._handshakes = handshakes
         self._acceptors: list[Acceptor] = []
         self._count_failure = count_failure
         self.stopping = asyncio.Event()
@@ -81,7 +84,8 @@ class RouterServer(uvicorn.Server):
         )
 
         def accept(listener: int) -> Acceptor:
-            acceptor = Acceptor(listener, make, self.config.ssl, self._count_failure)
+            tls = self.config.ssl
+            acceptor = Acceptor(listener, make, tls, self._count_failure, self._handshakes)
             acceptor.start()
             return acceptor
 

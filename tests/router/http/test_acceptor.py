@@ -6,7 +6,6 @@ import ssl
 
 import uvloop
 
-from router.frontend.http import acceptor as acceptor_module
 from router.frontend.http.acceptor import Acceptor
 from tests.wire import certs
 
@@ -41,7 +40,7 @@ class Listener:
         return Noted()
 
     def acceptor(self, tls: ssl.SSLContext | None = None) -> Acceptor:
-        return Acceptor(self.socket.fileno(), self.protocol, tls, lambda _: None)
+        return Acceptor(self.socket.fileno(), self.protocol, tls, lambda _: None, 4)
 
     async def close(self) -> None:
         for client in self.clients:
@@ -136,8 +135,7 @@ def test_what_was_accepted_is_answered_after_the_acceptor_has_closed():
     assert in_uvloop(life()) == b"hello"
 
 
-def test_silent_clients_of_tls_make_way_for_others(monkeypatch, tmp_path):
-    monkeypatch.setattr(acceptor_module, "MAX_HANDSHAKES", 4)
+def test_silent_clients_of_tls_make_way_for_others(tmp_path):
     files = certs.files(certs.made(tmp_path))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.certificate, files.key)

@@ -1,5 +1,9 @@
 """The monitoring port: metrics and health without a key, and nothing else."""
 
+import asyncio
+import contextlib
+import socket
+import ssl
 from types import SimpleNamespace
 
 import httpx
@@ -7,10 +11,14 @@ import pytest
 
 from baton.config.clients import ApiKeyConfig
 from baton.config.network import MonitoringConfig
+from baton.telemetry.tasks import BackgroundTasks
+from baton.wire.fleet_token import FleetToken
 from router.frontend.group.any_router import AnyRouter
 from router.frontend.http.monitoring import monitoring
 from tests.router.conftest import OPS, free_port
 from tests.router.group.test_any_router import Other
+from tests.router.http.test_acceptor import in_uvloop
+from tests.wire import certs
 
 KEYS = {
     "key-of-one": ApiKeyConfig(tenant="one"),
@@ -80,3 +88,41 @@ async def test_a_key_for_metrics_reads_them_and_nothing_else(make_fleet):
     assert fleet.workers["decode-0"].submissions == []
     rights = fleet.router.access.keys_of("one", 0)
     assert [key.role for key in rights] == ["tenant"], "batches run with a key for requests"
+
+
+def test_silent_clients_of_tls_cannot_take_all_files_of_the_router(tmp_path):
+    files = certs.files(certs.made(tmp_path))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.certificate, files.key)
+    process = SimpleNamespace(
+        core=SimpleNamespace(fleet_token=FleetToken("secret")),
+        observer=SimpleNamespace(task_failed=lambda name: None),
+        tasks=BackgroundTasks("test"),
+    )
+
+    async def life() -> int:
+        config = MonitoringConfig(port=free_port())
+        silent = []
+        tls = {"ssl_context_factory": lambda *_: context}
+        async with monitoring(None, process, config, **tls) as port:
+            for _ in range(400):
+                with contextlib.suppress(ConnectionError):  # is not yet up, or closed it
+                    silent.append(socket.create_connection(("127.0.0.1", port)))
+                await asyncio.sleep(0.002)
+            await asyncio.sleep(0.5)
+            for client in silent:
+                client.setblocking(False)
+            open_ones = sum(not is_closed(client) for client in silent)
+        for client in silent:
+            client.close()
+        return open_ones
+
+    def is_closed(client: socket.socket) -> bool:
+        try:
+            return not client.recv(1)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+
+    assert 0 < in_uvloop(life()) < 100
