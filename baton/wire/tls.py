@@ -7,6 +7,7 @@ A replaced certificate is used by new connections at both ends; open connections
 
 import contextlib
 import ssl
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -74,21 +75,36 @@ class FleetTls:
     def page_context(self) -> ssl.SSLContext:
         """Return the context of an HTTPS page for the fleet, such as the metrics page.
 
-        It is reloaded when a connection or a channel of this process checks the files.
+        It follows the files when a connection or a channel of this process checks them.
         """
-        context = self._page = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context = self._page = self._made_page()
+        use_newest(context, lambda: self._page or context)
+        return context
+
+    def _made_page(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self._files.certificate, self._files.key)
         context.load_verify_locations(self._files.ca)
         context.verify_mode = ssl.CERT_REQUIRED
         return context
 
     def _read(self) -> _Bundle:
-        files = self._files
-        bundle = _read(files)
+        bundle = _read(self._files)
         if self._page is not None:
-            self._page.load_cert_chain(files.certificate, files.key)
-            self._page.load_verify_locations(files.ca)
+            self._page = self._made_page()
         return bundle
+
+
+def use_newest(context: ssl.SSLContext, newest: Callable[[], ssl.SSLContext]) -> None:
+    """Let new connections of a server's context use another one.
+
+    If it loaded new files itself, it would keep old CAs, and old keys of another kind than the new.
+    """
+
+    def on_hello(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        connection.context = newest()
+
+    context.sni_callback = on_hello  # is called without a name in the handshake, too
 
 
 def check_pair(certificate: str, key: str) -> None:

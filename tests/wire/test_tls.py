@@ -2,6 +2,8 @@
 
 import contextlib
 import re
+import shutil
+import ssl
 import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -194,6 +196,39 @@ async def test_a_ca_is_replaced_by_way_of_both(ours: Path, others: Path, tmp_pat
             channel = open_channel(address, FleetTls(files(tmp_path / client)))
             assert await echoed(channel) == b"hello"
             await channel.close()
+
+
+def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, name: str | None) -> bytes | None:
+    """Return the server's certificate, after both have sent what they have to say."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.wrap_bio(to_client, to_server, server_hostname=name),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    for _ in range(4):
+        for end in ends:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    return ends[0].getpeercert(binary_form=True)
+
+
+def test_a_page_forgets_a_ca_that_was_removed(ours: Path, others: Path, tmp_path: Path) -> None:
+    """One context loaded all CAs, one after another: certificates of each were good for ever."""
+    folder = tmp_path / "certs"
+    shutil.copytree(ours, folder)
+    tls = FleetTls(files(folder))
+    page = tls.page_context()
+    old = ssl.create_default_context(cafile=str(ours / "ca.pem"))
+    old.load_cert_chain(ours / "fleet.pem", ours / "fleet.key")
+    assert shake_hands(old, page, NAME)
+    shutil.copytree(others, folder, dirs_exist_ok=True)
+    tls.channel_credentials()
+    new = ssl.create_default_context(cafile=str(others / "ca.pem"))
+    new.load_cert_chain(ours / "fleet.pem", ours / "fleet.key")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shake_hands(new, page, NAME)
+    new.load_cert_chain(others / "fleet.pem", others / "fleet.key")
+    assert shake_hands(new, page, NAME)
 
 
 async def test_half_of_a_new_pair_changes_nothing(

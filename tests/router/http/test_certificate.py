@@ -11,6 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from baton.config.clients import ClientLimitsConfig
 from baton.config.network import HttpsConfig
@@ -23,6 +27,7 @@ from router.frontend.http.protocol import server_config
 from tests.e2e.fleet_processes import free_port
 from tests.router.quick_server import QuickServer
 from tests.wire.certs import DAY, made
+from tests.wire.test_tls import shake_hands
 
 SLOW = 40  # pieces of an answer
 
@@ -128,11 +133,38 @@ def test_half_of_a_new_pair_is_not_served(tmp_path: Path, caplog) -> None:
     folder = made(tmp_path / "certs")
     live = LiveCertificate(https(folder))
     (folder / "router.key").write_text("garbage")
-    _ = live._files.current
+    live.look()
     assert "cannot be used together" in caplog.text
     certificates.renew(folder, [], DAY)
-    _ = live._files.current
+    live.look()
     assert live._files.changes == 1
+
+
+@pytest.mark.parametrize("named", ["router.example", None])
+def test_a_certificate_with_another_kind_of_key_takes_the_place_of_the_old(
+    tmp_path: Path, named: str | None
+) -> None:
+    """A context keeps a key of each kind: clients got the old certificate, until it expired."""
+    folder = made(tmp_path / "certs")
+    live = LiveCertificate(https(folder))
+    client = ssl._create_unverified_context()
+    old = shake_hands(client, live.context, named)
+    key = rsa.generate_private_key(65537, 2048)
+    (folder / "router.key").write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
+    certificate = x509.load_pem_x509_certificate((folder / "router.pem").read_bytes())
+    begin = certificate.not_valid_before_utc
+    fresh = (
+        x509.CertificateBuilder(certificate.subject, certificate.subject, key.public_key())
+        .serial_number(1)
+        .not_valid_before(begin)
+        .not_valid_after(begin + 2 * DAY)
+        .sign(key, SHA256())
+    )
+    (folder / "router.pem").write_bytes(fresh.public_bytes(Encoding.PEM))
+    live.look()
+    assert old != shake_hands(client, live.context, named) == fresh.public_bytes(Encoding.DER)
 
 
 @pytest.mark.slow
