@@ -31,11 +31,12 @@ class RemoteImages:
         """
         try:
             place = httpx.URL(url)
+            host = place.host  # raises for a host with wrong Punycode
         except (httpx.InvalidURL, ValueError):
-            place = httpx.URL("")
+            place, host = httpx.URL(""), ""
         usual = _PORTS.get(place.scheme)
         port = place.port or usual
-        names = {f"{place.host}:{port}"} | ({place.host} if port == usual else set())
+        names = {f"{host}:{port}"} | ({host} if port == usual else set())
         if usual is None or place.userinfo or not self._hosts & names:
             raise InvalidRequestError.at(
                 where,
@@ -48,4 +49,4 @@ class RemoteImages:
                     return await fetched(place, MAX_BYTES)
             except (httpx.HTTPError, OSError, ValueError) as error:  # a timeout is an OSError
                 why = str(error) or type(error).__name__
-                raise InvalidRequestError.at(where, f"{place.host} sent no image: {why}") from None
+                raise InvalidRequestError.at(where, f"{host} sent no image: {why}") from None

@@ -66,6 +66,7 @@ async def test_only_listed_hosts_are_asked_and_what_they_send_is_bounded(port, m
         "file:///etc/passwd",
         "//listed.example/image",
         "http://[::1",
+        "http://xn--a/image",
         "data:image/png,AA",
     ):
         assert "fleet file" in await error(url)
