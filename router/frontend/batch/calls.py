@@ -49,6 +49,7 @@ _FORM = {
     }
 }
 
+_Name = Annotated[str, StringConstraints(max_length=64)]
 _Label = Annotated[str, StringConstraints(max_length=512)]
 _Limit = Annotated[int, Query(ge=1, le=10_000)]
 _Record = TypeVar("_Record", FileRecord, BatchRecord)
@@ -73,7 +74,7 @@ class BatchBody(Body):
     """endpoint of all lines"""
     completion_window: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,2}h$")] = "24h"
     """1h to 999h"""
-    metadata: Annotated[dict[str, _Label], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[_Name, _Label], Field(max_length=16)] | None = None
     """up to 16 texts, repeated in the batch"""
 
     accepted: ClassVar[dict[str, str]] = {

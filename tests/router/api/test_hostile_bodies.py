@@ -54,3 +54,18 @@ async def test_no_value_is_a_fault(make_fleet):
                 answer = await fleet.http.post(path, content=body.encode())
                 assert answer.status_code < 500, (value[:60], answer.text[:200])
         await until(lambda: fleet.lane.gateway.in_flight == 0)
+
+
+async def test_a_long_key_of_an_object_is_not_in_the_error_that_the_router_keeps(make_fleet):
+    """2,048 kept errors with a key of 4 MB each, which is 4 KB of gzip, took 20 GB."""
+    fleet = await make_fleet({})
+    for path, field, value in (
+        ("/v1/completions", "logit_bias", {}),
+        ("/v1/responses", "metadata", 5),
+        ("/v1/batches", "metadata", 5),
+    ):
+        body = {"model": MODEL, "prompt": "hi", "input": "hi", field: {"k" * 100_000: value}}
+        refused = await fleet.http.post(path, json=body)
+        assert refused.status_code in (400, 503)
+        assert len(refused.content) < 1000
+    assert all(len(str(kept.report)) < 3000 for kept in fleet.router.refused.newest_first())

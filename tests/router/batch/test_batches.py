@@ -316,6 +316,8 @@ async def test_a_batch_that_cannot_be_is_refused_by_name(start):
         ({"input_file_id": "file-none"}, "input_file_id"),
         ({"input_file_id": ""}, "input_file_id"),
         ({"metadata": {"a": 5}}, "metadata.a"),
+        # The records of 1000 batches would take 4 GB of the disk, and of the router's memory.
+        ({"metadata": {"a" * 65: "x"}}, f"metadata.{'a' * 64}"),
     ):
         refused = await fleet.http.post("/v1/batches", json=body | fields)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)

@@ -31,6 +31,7 @@ MAX_OBJECTS = 8_192
 """Largest number of messages, parts, calls and tools in a body, which take about 40 ms."""
 
 _MAX_FAULTS = 256  # limits the work of choosing the error that is reported
+_SHOWN_CHARS = 64  # of one step of the path to an invalid value
 _SLICE_BYTES = 64 * 1024
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{:,'))
 
@@ -281,5 +282,9 @@ def _place(item: Any, data: Any) -> tuple[int | str, ...]:
 def _dotted(place: tuple[int | str, ...]) -> str:
     text = ""
     for step in place:
-        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+        if isinstance(step, int):
+            text += f"[{step}]"
+        else:
+            name = step[:_SHOWN_CHARS]  # a client's key may have megabytes, and errors are kept
+            text += f".{name}" if text else name
     return text
