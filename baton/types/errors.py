@@ -38,6 +38,9 @@ Each has a ``code`` (stable, for programs), an HTTP ``status``, and whether the 
 
 from typing import ClassVar, Self
 
+MAX_MESSAGE_CHARS = 4096
+"""A message may repeat megabytes that a client sent, and is kept for reports."""
+
 
 class BatonError(Exception):
     """Base of the tree.
@@ -53,6 +56,7 @@ class BatonError(Exception):
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
+        message = message[:MAX_MESSAGE_CHARS]
         super().__init__(message)
         self.message = message
         self.param = param

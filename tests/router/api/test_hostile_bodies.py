@@ -2,6 +2,7 @@
 
 import json
 
+from baton.types.errors import MAX_MESSAGE_CHARS, InvalidRequestError
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
 
@@ -69,3 +70,9 @@ async def test_a_long_key_of_an_object_is_not_in_the_error_that_the_router_keeps
         assert refused.status_code in (400, 503)
         assert len(refused.content) < 1000
     assert all(len(str(kept.report)) < 3000 for kept in fleet.router.refused.newest_first())
+
+
+def test_an_error_repeats_little_of_a_long_value():
+    """`DELETE /fleet/keys/KKK…` and other calls of operators repeated 60 KB to 200 KB."""
+    error = InvalidRequestError.at("limits", "K" * 200_000)
+    assert len(error.message) == len(str(error)) == MAX_MESSAGE_CHARS
