@@ -9,14 +9,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.tenants.audit.chain import ChainHead, verify
 from baton.tenants.audit.file import NAME
 from baton.tenants.audit.inbox import AuditInbox
-from fleet.cli.common import FleetOption, fail
+from fleet.cli.common import FleetOption, fail, printable
 from fleet.local import state as fleet_state
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -48,12 +47,12 @@ def ls(
         at = datetime.fromisoformat(one["time"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         origin = f" from {one['from']}" if one["from"] else ""
         console.print(
-            f"[dim]{at}[/]  {escape(one['who'] + origin)}: [bold]{escape(one['verb'])}[/]"
-            f" {escape(one['what'])}".rstrip(),
+            f"[dim]{at}[/]  {printable(one['who'] + origin)}: [bold]{printable(one['verb'])}[/]"
+            f" {printable(one['what'])}".rstrip(),
             soft_wrap=True,
         )
         for change in _changes(one["before"], one["after"]):
-            console.print(Padding(escape(change), (0, 0, 0, 4), expand=False))
+            console.print(Padding(printable(change), (0, 0, 0, 4), expand=False))
 
 
 @audit_app.command("verify")

@@ -76,6 +76,13 @@ def test_entries_read_at_80_columns(log: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "    drained: a → none\n    arguments: prefill=1 decode=2\n    refused: pools" in shown
 
 
+def test_a_path_of_a_stranger_does_not_control_the_terminal(log: Path) -> None:
+    """A path is decoded before it is noted: anybody could send `%1b]0;…%07` or a line end."""
+    path = "GET /\x1b]0;title\x07\n\x9b2J"
+    audit_file.append(log, [Entry(verb="login refused", what=path, who="unknown")])
+    assert run("ls").splitlines()[-1].endswith("unknown: login refused GET / ]0;title   2J")
+
+
 def test_a_changed_log_is_named_with_its_line(log: Path) -> None:
     assert f"{log}: 2 lines are valid" in run("verify")
     assert "the end is not verified: the fleet is not running" in run("verify")
