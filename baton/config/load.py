@@ -158,7 +158,8 @@ def _sections_in(kind: Any) -> Iterator[type[BaseModel]]:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    is_huge = isinstance(value, int) and value.bit_length() > 200
+    text = "a huge number" if is_huge else repr(value)  # Python spells no longer ones
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

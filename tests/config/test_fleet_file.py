@@ -125,6 +125,7 @@ def test_texts_are_logged_only_where_there_is_a_line_for_them() -> None:
             "numerics: quick",
             "fleet.yaml:1: numerics = 'quick': must be `exact`, `fast`, or a mapping",
         ),
+        (f"port: 0x{'f' * 9000}", "fleet.yaml:1: port = a huge number: "),
         ("threads_per_rank: 1.5", "fleet.yaml:1: threads_per_rank = 1.5: must be a valid integer"),
         ("served_model_name: [a, 3]", "fleet.yaml:1: served_model_name[1] = 3:"),
         ("served_model_name: [a, a]", "contains the same name twice"),
