@@ -71,8 +71,11 @@ def is_gguf(path: Path) -> bool:
     """Return whether a file is GGUF by its name or by its first bytes."""
     if path.suffix == ".gguf" or not path.is_file():
         return path.suffix == ".gguf"
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from error
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:

@@ -407,3 +407,8 @@ def test_a_package_whose_parts_are_missing_is_a_clear_error(package: Path) -> No
     (package / "part").unlink()
     with pytest.raises(ModelError, match=r"a_model_in_parts: cannot be assembled: .*part"):
         resolve_model("package:a_model_in_parts")
+
+
+def test_a_file_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(ModelError, match="/proc/self/mem: Input/output error"):
+        resolve_model("/proc/self/mem")
