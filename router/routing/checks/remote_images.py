@@ -29,11 +29,12 @@ class RemoteImages:
             InvalidRequestError: The host is not listed, or sends no file in time.
             UnavailableError: Too many images of the tenant wait.
         """
+        host = ""
         try:
             place = httpx.URL(url)
             host = place.host  # raises for a host with wrong Punycode
         except (httpx.InvalidURL, ValueError):
-            place, host = httpx.URL(""), ""
+            place = httpx.URL("")
         usual = _PORTS.get(place.scheme)
         port = place.port or usual
         names = {f"{host}:{port}"} | ({host} if port == usual else set())
