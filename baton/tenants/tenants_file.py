@@ -82,7 +82,7 @@ def read_tenants(file: Path) -> dict[str, Limits]:
         raise SecretError(f"{file}:{error}") from error
     policies = {}
     for tenant, fields in data.items():
-        where = f"{file}:{lines[tenant,]}: {tenant[:80]}"
+        where = f"{file}:{lines.get((tenant,), 1)}: {tenant[:80]}"
         if _TENANT.fullmatch(tenant) is None:
             raise SecretError(
                 f"{where}: a tenant's name must be 1 to 64 characters of letters, digits, '_', "

@@ -227,6 +227,7 @@ async def stale(fleet) -> float:
         ("team: {slo: {ttft_s: 1}}", ":1: team: Object missing required field `itl_s`"),
         ("a b: {rpm: 1}", ":1: a b: a tenant's name must be"),
         ("team: {rpm: 1}\nteam: {rpm: 2}", ":2: team is given twice"),
+        ("<<: {team: {rpm: 0}}", ":1: team: Expected `int` >= 1 - at `$.rpm`"),  # was a KeyError
         ("- team", ":1: a file of tenants must consist of `key: value` lines"),
     ],
 )
