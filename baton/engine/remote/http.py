@@ -87,7 +87,7 @@ class HttpExchange(asyncio.Protocol):
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self.close()
         if self._head_bytes > _HEAD_BYTES and not self.status:
             self.close()

@@ -54,6 +54,23 @@ async def test_a_head_without_an_end_is_cut_off() -> None:
     server.close()
 
 
+async def test_a_server_that_changes_the_protocol_has_not_answered() -> None:
+    """Each such answer was a traceback in the log."""
+    failed: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: failed.append(what))
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = b"HTTP/1.1 101 Now\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n"
+        writer.write(head + b"frames")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    origin = HttpOrigin.of_url(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    _, complete, body = await origin.ask("GET", "/health", 10.0)
+    assert (complete, body, failed) == (False, b"", [])
+    server.close()
+
+
 async def test_a_key_goes_over_tls_to_one_address_of_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
