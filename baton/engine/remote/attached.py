@@ -253,13 +253,13 @@ class AttachedEngine(RemoteEngine):
         checked: list[ev.Tokens] = []
         for run in reports:
             largest = max((sampled.token for sampled in run.tokens), default=0)
-            if not 0 <= largest < self._vocab_size:
+            if largest >= self._vocab_size:
                 raise InternalError(
                     f"{self._origin.name} sent token {largest}, and the model has "
                     f"{self._vocab_size} tokens: it serves another model"
                 )
             room = most - run.index
-            is_too_long = not run.finish_reason and len(run.tokens) >= room
+            is_too_long = len(run.tokens) + (not run.finish_reason) > room
             checked.append(_cut_at(run, room) if is_too_long else run)
             if is_too_long:  # it should have ended here
                 request.sufficed.add(choice)
@@ -301,4 +301,5 @@ class AttachedEngine(RemoteEngine):
 
 
 def _cut_at(run: ev.Tokens, tokens: int) -> ev.Tokens:
-    return msgspec.structs.replace(run, tokens=run.tokens[:tokens], finish_reason="length")
+    cut = run.tokens[:tokens]
+    return msgspec.structs.replace(run, tokens=cut, finish_reason="length", stop_token=None)
