@@ -15,7 +15,7 @@ import msgspec
 
 from baton.engine.core.model_runner import RunnerCapabilities
 from baton.engine.core.sequence import Kind, RequestSpec
-from baton.engine.remote.response import ErrorBody, ResponseReader, error_of
+from baton.engine.remote.response import Count, ErrorBody, ResponseReader, TokenId, error_of
 from baton.types import events as ev
 from baton.types.errors import (
     BatonError,
@@ -47,7 +47,7 @@ _FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 class ScoredToken(msgspec.Struct, frozen=True):
     """Log-probability of a token, and for a sampled one its alternatives."""
 
-    id: int
+    id: TokenId
     logprob: float | None = None
     top_logprobs: "tuple[ScoredToken, ...]" = ()
 
@@ -55,7 +55,7 @@ class ScoredToken(msgspec.Struct, frozen=True):
 class Timings(msgspec.Struct, frozen=True):
     """Counts at the end of a response; ``cache_n`` prompt tokens were cached."""
 
-    cache_n: int | None = None
+    cache_n: Count | None = None
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class Event(msgspec.Struct, frozen=True):
     """
 
     content: str = ""
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[TokenId, ...] = ()
     stop: bool = False
     stop_type: str = ""
     tokens_predicted: int = 0

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -10,7 +11,11 @@ from baton.types import events as ev
 from baton.types.errors import BatonError, InternalError, InvalidRequestError
 from baton.types.params import SampledToken
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # as it travels, see baton/wire
+
 _EVENT_BYTES = 8 << 20  # of a stream; one token with 20 alternatives has about 2 KB
+_MESSAGE_CHARACTERS = 2000  # of an error, which a client gets and the router keeps
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -29,9 +34,10 @@ def error_of(
 ) -> BatonError:
     """Return the error that a server reports: of the request, if its code is a ``refused`` one."""
     code = error.code if isinstance(error.code, int) else status
+    message = error.message[:_MESSAGE_CHARACTERS]
     if code in refused:
-        return InvalidRequestError(f"{server} refused the request: {error.message}")
-    return InternalError(f"{server} failed: {error.message}")
+        return InvalidRequestError(f"{server} refused the request: {message}")
+    return InternalError(f"{server} failed: {message}")
 
 
 def error_in(server: str, body: bytes, refused: Container[object], status: int) -> BatonError:
@@ -81,6 +87,8 @@ class ResponseReader(ABC):
 
     def _new(self, tokens: Sequence[SampledToken], reason: str, stop: int | None) -> ev.Tokens:
         """Return the next tokens, which end the choice if there is a ``reason``."""
+        if self.finished:
+            raise InternalError("the server sent tokens behind the end of a response")
         index = self.generated
         self.generated += len(tokens)
         self.finished = bool(reason)

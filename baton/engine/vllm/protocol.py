@@ -6,14 +6,14 @@ a block, and vLLM's KV events name the seed (``kv_events.py``).
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from baton.engine.core.model_runner import RunnerCapabilities
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.remote.live_request import Parameters
-from baton.engine.remote.response import ErrorBody, ResponseReader, error_of
+from baton.engine.remote.response import Count, ErrorBody, ResponseReader, TokenId, error_of
 from baton.engine.vllm.images import prompt_fields
 from baton.types import events as ev
 from baton.types.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
@@ -37,7 +37,7 @@ _SEED_MASK = (1 << 63) - 1  # vLLM takes signed 64-bit seeds
 class LogProb(msgspec.Struct, frozen=True):
     """Log-probability of one candidate."""
 
-    token_id: int
+    token_id: TokenId
     logprob: float
     rank: int | None = None
 
@@ -45,7 +45,7 @@ class LogProb(msgspec.Struct, frozen=True):
 class TokenLogProb(msgspec.Struct, frozen=True):
     """Log-probability of a sampled token and its alternatives, the sampled token first."""
 
-    token_id: int
+    token_id: TokenId
     logprob: float
     top_logprobs: tuple[LogProb, ...] = ()
 
@@ -57,9 +57,10 @@ class LogProbs(msgspec.Struct, frozen=True):
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
-    """New tokens of a sequence."""
+    """New tokens of a sequence, the only one of a request."""
 
-    token_ids: tuple[int, ...] | None = None
+    index: Literal[0] = 0
+    token_ids: tuple[TokenId, ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: LogProbs | None = None
@@ -68,7 +69,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
 class PromptDetails(msgspec.Struct, frozen=True):
     """Details of a prompt's tokens."""
 
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -83,7 +84,7 @@ class Chunk(msgspec.Struct, frozen=True):
     choices: tuple[ChunkChoice, ...] = ()
     usage: Usage | None = None
     error: ErrorBody | None = None
-    prompt_token_ids: tuple[int, ...] | None = None  # only of prompts with images
+    prompt_token_ids: tuple[TokenId, ...] | None = None  # only of prompts with images
     kv_transfer_params: Parameters | None = None  # only of responses that are not streamed
 
     @property
@@ -278,7 +279,7 @@ class ChoiceStream(ResponseReader):
 
     def _read(self, event: bytes) -> list[ev.Tokens]:
         payload = event.removeprefix(b"data: ")
-        if payload == b"[DONE]":
+        if payload == b"[DONE]" or event.startswith(b":"):  # a comment, such as a proxy's
             return []
         chunk = read_chunk(payload)
         if chunk.error is not None:
@@ -309,10 +310,10 @@ class ChoiceStream(ResponseReader):
 def _sampled(
     position: int, token: int, content: Sequence[TokenLogProb] | None, alternatives: int | None
 ) -> SampledToken:
-    if alternatives is None or content is None:
+    if alternatives is None:
         return SampledToken(token)
-    if position >= len(content):
-        raise InternalError("vLLM sent fewer log-probabilities than tokens")
+    if content is None or position >= len(content) or content[position].token_id != token:
+        raise InternalError("vLLM sent no log-probability of a token")
     scored = content[position]
     ranked = sorted(
         (candidate for candidate in scored.top_logprobs if candidate.rank is not None),

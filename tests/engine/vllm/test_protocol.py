@@ -93,6 +93,40 @@ def test_an_unknown_answer_is_an_internal_error() -> None:
         stream.feed(b'data: {"choices":[{"token_ids":[],"finish_reason":"abort"}]}\n\n')
 
 
+def test_a_chunk_that_no_answer_can_have_is_an_internal_error() -> None:
+    """Negative ids ended requests with 500, and others' tokens and logprobs were passed on."""
+    scored = {"token_id": 7, "logprob": -1.0}
+    top = {"token_id": 1 << 40, "logprob": -1.0, "rank": 1}
+    end = {"token_ids": [7], "finish_reason": "stop"}
+    odd: list[dict[str, object]] = [
+        {"choices": [{"token_ids": [7, -3]}]},
+        {"choices": [{"token_ids": [1 << 32]}]},
+        {"choices": [{"index": 1, "token_ids": [7]}]},
+        {"choices": [end, {"token_ids": [8]}]},
+        {"choices": [{"token_ids": [7]}]},  # without its log-probability
+        {"choices": [{"token_ids": [8], "logprobs": {"content": [scored]}}]},
+        {"choices": [{"logprobs": {"content": [{**scored, "top_logprobs": [top]}]}}]},
+        {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": -5}}},
+    ]
+    for number, one in enumerate(odd):
+        stream = ChoiceStream("r", 0, spec(logprobs=2 if number in (4, 5, 6) else None), EOS)
+        with pytest.raises(InternalError):
+            stream.feed(b"data: " + msgspec.json.encode(one) + b"\n\n")
+
+
+def test_comments_in_a_stream_are_no_garbage() -> None:
+    stream = ChoiceStream("r", 0, spec(), EOS)
+    (run,) = stream.feed(b': ping\n\ndata: {"choices":[{"token_ids":[7]}]}\n\n:\n\n')
+    assert run.tokens == (SampledToken(7),)
+
+
+def test_the_message_of_an_error_is_short() -> None:
+    stream = ChoiceStream("r", 0, spec(), EOS)
+    with pytest.raises(InvalidRequestError) as raised:
+        stream.feed(b'data: {"error":{"message":"%b","code":400}}\n\n' % (b"y" * 900_000))
+    assert len(raised.value.message) < 2100
+
+
 def test_a_resumed_choice_goes_on_behind_its_tokens() -> None:
     of = msgspec.structs.replace(
         spec(max_tokens=8, min_tokens=5, temperature=1.0, n=2, seed=7), emitted=(None, (11, 12))
