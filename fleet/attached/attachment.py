@@ -103,11 +103,13 @@ class Attachment:
 
     async def run(self) -> None:
         """Keep a worker for the server while it is healthy, until it leaves."""
+        logged = ""
         while not self._left.done():
             try:
                 found = await self._examine()
                 if found is not None:
                     await self._serve(*found)
+                    logged = ""
             except UnfitServerError as error:
                 self._show("unfit", error.message)
                 await self._pause(_UNFIT_RETRY_S)
@@ -115,8 +117,11 @@ class Attachment:
                 self._show("absent", error.message)
                 await self._pause(_RETRY_S)
             except Exception as error:  # noqa: BLE001 - shown, logged and tried again
-                _LOG.exception("cannot attach server=%s", self.entry.name)
-                self._show("unfit", f"{type(error).__name__}: {error}")
+                why = f"{type(error).__name__}: {error}"
+                if why != logged:
+                    _LOG.exception("cannot attach server=%s", self.entry.name)
+                    logged = why
+                self._show("unfit", why)
                 await self._pause(_UNFIT_RETRY_S)
         self._show("left", "")
 

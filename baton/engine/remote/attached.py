@@ -33,6 +33,9 @@ _SILENT_POLLS = 3  # without an answer in time
 _IDENTITY_POLLS = 5
 _SETTLED_NS = 5_000_000_000  # after which a server counts a request
 _MISSING_NS = 10_000_000_000
+_MOST_RANKS = 1024
+_MOST = 1 << 31  # of all other numbers that a server reports
+_LONGEST = 1000  # of its texts, which stand in logs
 
 
 class UnfitServerError(InternalError):
@@ -67,6 +70,14 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int
     ranks: int = 1
     started: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what no server has, such as a version with lines for the log."""
+        numbers = self.max_context_tokens, self.blocks, self.block_tokens - 1, self.ranks - 1
+        texts = self.engine, self.model, self.root, self.started
+        are_odd = not all(0 <= one < _MOST for one in numbers) or self.ranks > _MOST_RANKS
+        if are_odd or not all(len(one) <= _LONGEST and one.isprintable() for one in texts):
+            raise UnfitServerError(f"a server reports odd properties: {repr(self)[:_LONGEST]}")
 
 
 class EngineDescription(NamedTuple):

@@ -46,6 +46,7 @@ _CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _STARTED = re.compile(r"^process_start_time_seconds (\S+)", re.MULTILINE)
 _CHECKED_TOKENS = 4
+_DIGITS = 10
 _EVENTS_PORT = 5557  # of rank 0, if `--kv-events-config` has no other
 _CONNECT_S = 0.5
 _REFUSED = (401, 403)
@@ -149,7 +150,7 @@ def last_part(name: str) -> str:
 
 def _number(origin: HttpOrigin, labels: dict[str, str], name: str) -> int:
     value = labels.get(name, "")
-    if not value.isdecimal():
+    if not value.isdecimal() or len(value) > _DIGITS:
         raise UnfitServerError(
             f"{origin.name} reports {name}={value!r} at /metrics: Baton needs vLLM 0.32 or later"
         )

@@ -15,6 +15,7 @@ from baton.registry.connection import RoundTrips
 from baton.registry.redis_store import Registry
 from baton.registry.types import WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
+from fleet.attached import attachment
 from fleet.attached.attachment import Attachment
 from fleet.attached.process import LaneServers
 from fleet.attached.settings import AttachedSettings
@@ -45,21 +46,29 @@ class Raising(Noting):
     """Kind whose servers raise an unexpected error, whose text has control characters."""
 
     async def examine(self, origin: HttpOrigin) -> ServerFacts:
+        self.seen.put_nowait(origin)
         raise ImportError("no \x1b[2Jmodule\nat all" + 10_000 * "!")
 
 
-async def test_an_unexpected_error_is_shown_and_does_not_end_the_attachment() -> None:
-    """A missing package left the server as `starting` for ever."""
+async def test_an_unexpected_error_is_shown_and_does_not_end_the_attachment(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A missing package left the server as `starting` for ever; its traceback is logged once."""
+    monkeypatch.setattr(attachment, "_UNFIT_RETRY_S", 0.01)
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     changed = asyncio.Event()
     port = server.sockets[0].getsockname()[1]
-    one = attachment_of(f"http://127.0.0.1:{port}", Raising(), changed)
+    kind = Raising()
+    one = attachment_of(f"http://127.0.0.1:{port}", kind, changed)
     running = asyncio.create_task(one.run())
     async with asyncio.timeout(10):
         await changed.wait()
         assert one.phase == "unfit" and len(one.reason) < 1000
         assert one.reason.startswith("ImportError: no  [2Jmodule at all!")
         assert not running.done()
+        while kind.seen.qsize() < 3:
+            await asyncio.sleep(0.01)
+        assert len(caplog.records) == 1
         one.leave()
         await running
     server.close()

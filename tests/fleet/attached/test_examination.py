@@ -53,6 +53,12 @@ def test_a_server_with_several_names_has_one_of_them_in_any_order() -> None:
         ({"missing": frozenset(["/version"])}, "is no vLLM server .*`engine: llama-server`"),
         ({"block_tokens": 24}, "add `--block-size`"),
         ({"key": "k"}, "`key_file`.*`--api-key`"),
+        ({"block_tokens": 0}, "odd properties: .*block_tokens=0"),
+        ({"block_tokens": 10**10}, "reports block_size="),
+        ({"blocks": 9 * 10**9}, "odd properties"),
+        ({"max_model_len": -1}, "odd properties"),
+        ({"max_model_len": 1 << 70}, "odd properties"),
+        ({"root": "/models/a\nforged line/smol"}, "odd properties"),
         ({"model": "other", "root": "other"}, "--served-model-name smol"),
     ],
 )
