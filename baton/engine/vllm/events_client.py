@@ -19,8 +19,8 @@ try:
 except ImportError:
     raise ImportError("vLLM workers need pyzmq: pip install 'baton-serve[vllm]'") from None
 
-_REPLAY_S = 30.0  # between two messages of a replay
-_RETRY_S = 1.0
+_REPLAY_S = 30.0  # for a whole replay, while live batches are held
+_REPLAYS = 2  # then what is missing is lost: the held batches would fill the memory
 _ARRIVE_S = 1.0
 _ARRIVE_TRIES = 3
 _PARTS = 3  # topic, number, batch
@@ -69,20 +69,26 @@ class KvEventsClient:
             await self._gap.wait()
             self._gap.clear()
             while (number := self._order.missing_from) is not None:
-                if not self._replay_at:
+                if not self._replay_at or not await self._is_replayed(number):
                     self._replay_ended()
-                    continue
-                try:
-                    await self._replay(number)
-                except TimeoutError:
-                    log(f"vLLM does not repeat its KV events from number {number} on")
-                    await asyncio.sleep(_RETRY_S)
 
     def _live(self, parts: list[bytes]) -> None:
         _, number, payload = parts
         self._apply(self._order.live(int.from_bytes(number, "big"), payload))
         if self._order.missing_from is not None:
             self._gap.set()
+
+    async def _is_replayed(self, number: int) -> bool:
+        """Return whether the batches from a number on were repeated, as far as vLLM has them."""
+        for _ in range(_REPLAYS):
+            try:
+                async with asyncio.timeout(_REPLAY_S):
+                    await self._replay(number)
+            except TimeoutError:
+                log(f"vLLM does not repeat its KV events from number {number} on")
+            else:
+                return True
+        return False
 
     async def _replay(self, number: int) -> None:
         with self._context.socket(zmq.DEALER) as replay:
@@ -92,9 +98,8 @@ class KvEventsClient:
             await replay.send_multipart([b"", number.to_bytes(8, "big")])
             has_more = True
             while has_more:
-                async with asyncio.timeout(_REPLAY_S):
-                    parts = await replay.recv_multipart()
-                has_more = self._replayed(parts)
+                has_more = self._replayed(await replay.recv_multipart())
+                await asyncio.sleep(0)  # as above
 
     def _replayed(self, parts: list[bytes]) -> bool:
         """Take one message of a replay; return whether more follow."""

@@ -95,7 +95,6 @@ async def test_a_replay_that_stops_is_requested_again(
     publisher: Publisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(events_client, "_REPLAY_S", 0.2)
-    monkeypatch.setattr(events_client, "_RETRY_S", 0.01)
     replay = recorded_messages("replay")
     await publisher.answer(replay[-1:])
     _, second, third = recorded_messages("events")
@@ -108,6 +107,19 @@ async def test_a_replay_that_stops_is_requested_again(
     while len(publisher.changes) < 3:
         await asyncio.sleep(0.005)
     assert second[-1] == replay[1][-1]
+
+
+async def test_a_replay_that_never_comes_holds_no_batches_back(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An endpoint behind a firewall froze the index, and held all batches for ever."""
+    monkeypatch.setattr(events_client, "_REPLAY_S", 0.1)
+    topic, _, payload = recorded_messages("events")[0]
+    await publisher.events.send_multipart([topic, (57).to_bytes(8, "big"), payload])
+    while not (publisher.changes and publisher.changes[-1].stored):
+        await asyncio.sleep(0.01)
+    assert publisher.client._order.missing_from is None
+    assert [message.split()[0] for message in caplog.messages] == ["vLLM", "vLLM", "KV"]
 
 
 def stored(*tokens: int) -> bytes:
