@@ -22,6 +22,7 @@ SUBSET = f"{DESTINATION}-subset"
 _BUFFERED = (pb.BUFFERED, pb.BUFFERED_PARTIAL)
 _DUPLEX = pb.FULL_DUPLEX_STREAMED
 _TAIL_BYTES = 8 * 1024
+_PIECE_BYTES = 60_000  # of a body that is passed on: gateways take at most 64 KiB at once
 # In generated text quotes are escaped, so it cannot contain the name of a field.
 _CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,9})\b')
 _COMPLETION = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})\b')
@@ -75,9 +76,11 @@ class GatewayStream:
             case "request_body":
                 return self._take_body(message.request_body)
             case "request_trailers":
-                return self._end_request(Reply(request_trailers=pb.TrailersResponse()))
+                last = Reply(request_trailers=pb.TrailersResponse())
+                return self._end_request(*_pieces(self.body, ends=False), last)
             case "response_headers":
-                self.status = int(_headers(message.response_headers).get(":status", "0"))
+                status = _headers(message.response_headers).get(":status", "")
+                self.status = int(status) if re.fullmatch("[1-9][0-9]{2}", status) else 0
                 return [Reply(response_headers=pb.HeadersResponse())]
             case "response_body":
                 part = message.response_body
@@ -92,7 +95,8 @@ class GatewayStream:
         mutation = pb.HeaderMutation(set_headers=[_header(DESTINATION, endpoint)])
         common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
         first = replies[0]
-        getattr(first, first.WhichOneof("response")).response.MergeFrom(common)
+        if not first.HasField("request_trailers"):  # whose reply changes only them
+            getattr(first, first.WhichOneof("response")).response.MergeFrom(common)
         first.dynamic_metadata.update({"envoy.lb": {DESTINATION: endpoint}})
         return replies
 
@@ -132,17 +136,26 @@ class GatewayStream:
         self.body += part.body
         if len(self.body) > self._max_body_bytes:
             raise PayloadTooLargeError(f"the body is larger than {self._max_body_bytes} bytes")
-        if part.end_of_stream or mode in _BUFFERED:
+        if mode in _BUFFERED:
             return self._end_request(reply)
-        self._held.append(reply)
-        return []
+        return self._end_request(*_pieces(self.body, ends=True)) if part.end_of_stream else []
 
-    def _end_request(self, last: Reply) -> list[Reply] | None:
+    def _end_request(self, *last: Reply) -> list[Reply] | None:
         if self._asked:
-            return [last]
+            return list(last)
         self._asked = True
-        self._held.append(last)
+        self._held += last
         return None
+
+
+def _pieces(body: bytearray, *, ends: bool) -> list[Reply]:
+    """Return the replies that pass a whole body on: a client may have sent it byte by byte."""
+    parts = [body[at : at + _PIECE_BYTES] for at in range(0, len(body), _PIECE_BYTES)]
+    parts = parts or [body] * ends
+    whole = [pb.HttpBody(body=bytes(part)) for part in parts]
+    if ends:
+        whole[-1].end_of_stream = True
+    return [Reply(request_body=_passed(part, _DUPLEX)) for part in whole]
 
 
 def _passed(part: pb.HttpBody, mode: int) -> pb.BodyResponse:

@@ -58,10 +58,43 @@ def test_a_streamed_body_is_held_back_until_the_choice(mode: int | None) -> None
     first, *others = stream.chosen(ENDPOINT)
     assert destination(first) == ("request_headers", ENDPOINT, ENDPOINT)
     passed = [reply.request_body.response.body_mutation.streamed_response for reply in others]
-    assert [(one.body, one.end_of_stream) for one in passed] == [(b"one ", False), (b"two", True)]
+    assert [(one.body, one.end_of_stream) for one in passed] == [(b"one two", True)]
     _, body = [stream.receive(message) for message in answered(b"text")]
     assert body is not None
     assert body[0].response_body.response.body_mutation.streamed_response.body == b"text"
+
+
+def test_a_body_that_came_byte_by_byte_goes_on_in_large_pieces() -> None:
+    """Each byte was held as a reply of 900 bytes: one client could fill the memory."""
+    stream = GatewayStream(200_000)
+    stream.receive(headers(pb.FULL_DUPLEX_STREAMED))
+    for _ in range(130_000):
+        stream.receive(part(b"x"))
+    assert len(stream._held) == 1
+    assert stream.receive(part(b"", ends=True)) is None
+    _, *others = stream.chosen(ENDPOINT)
+    passed = [reply.request_body.response.body_mutation.streamed_response for reply in others]
+    sizes = [(len(one.body), one.end_of_stream) for one in passed]
+    assert sizes == [(60_000, False), (60_000, False), (10_000, True)]
+
+
+def test_trailers_without_a_body_behind_passed_headers_have_the_endpoint_beside_them() -> None:
+    stream = GatewayStream(100)
+    stream.receive(headers(pb.BUFFERED))
+    assert stream.receive(pb.ProcessingRequest(request_trailers=pb.HttpTrailers())) is None
+    (reply,) = stream.chosen(ENDPOINT)
+    assert reply.HasField("request_trailers")
+    assert reply.dynamic_metadata["envoy.lb"][DESTINATION] == ENDPOINT
+
+
+@pytest.mark.parametrize("status", ["", "abc", "200.0", "9" * 5000])
+def test_an_odd_status_is_none(status: str) -> None:
+    stream = GatewayStream(100)
+    stream.receive(headers(pb.FULL_DUPLEX_STREAMED, ends=True))
+    stream.chosen(ENDPOINT)
+    for message in answered(b"text", status):
+        stream.receive(message)
+    assert stream.status == 0
 
 
 def test_trailers_end_a_body() -> None:
