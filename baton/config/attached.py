@@ -63,6 +63,9 @@ class AttachedServer(Section):
         return self
 
 
+Servers = Annotated[tuple[AttachedServer, ...], Field(max_length=512)]
+
+
 class AttachedServers(Section):
     """Servers that are attached; a list alone is short for a mapping with `list`.
 
@@ -73,7 +76,7 @@ class AttachedServers(Section):
         file: YAML file with a list of servers, which is read again when it changes.
     """
 
-    list: Annotated[tuple[AttachedServer, ...], Field(min_length=1, max_length=512)] | None = None
+    list: Annotated[Servers, Field(min_length=1)] | None = None
     dns: AttachedServer | None = None
     file: AbsoluteFile | None = None
 
@@ -112,5 +115,5 @@ def refuse_repeated(servers: tuple[AttachedServer, ...]) -> None:
         places.add(place)
 
 
-SERVERS = TypeAdapter(tuple[AttachedServer, ...])
+SERVERS: TypeAdapter[tuple[AttachedServer, ...]] = TypeAdapter(Servers)
 """Reader of the servers in a file."""

@@ -209,3 +209,11 @@ def test_a_fleet_of_servers_needs_four_lines(tmp_path: Path) -> None:
     again = type(config).model_validate_json(config.to_json())
     assert again.pools.servers == config.pools.servers
     assert config.is_attached
+
+
+def test_a_file_has_no_more_servers_than_the_fleet_file_may_have(tmp_path: Path) -> None:
+    """A thousand that refused connections took the good ones their time: requests got 503."""
+    file = tmp_path / "servers.yaml"
+    file.write_text("servers:\n" + "".join(f"- http://gpu-{n}:80\n" for n in range(513)))
+    with pytest.raises(ValueError, match="at most 512"):
+        read_servers(str(file))
