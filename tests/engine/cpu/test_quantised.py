@@ -129,7 +129,6 @@ def test_zeros_stay_zeros() -> None:
 def test_a_kernel_that_overflows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_integer_kernel()
     monkeypatch.setattr(quantised, "int8_fits", lambda dtype: False)
-    check_integer_kernel()
     real = Int8Linear._integer_product
 
     def saturating(self: Int8Linear, whole: torch.Tensor) -> torch.Tensor:
