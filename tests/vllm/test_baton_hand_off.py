@@ -14,6 +14,7 @@ from typing import Protocol
 import psutil
 import pytest
 
+from baton.engine.compiled import cpu_flags
 from baton.engine.settings import ExternalEngine
 from tests.vllm.hand_offs import doubtful, pages_in_use, vllm_metric
 from tests.vllm.places import ARGS, MODEL, PYTHON
@@ -26,6 +27,9 @@ pytestmark = [
     pytest.mark.fleet,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not PYTHON.exists(), reason="`make test-vllm` makes the environment"),
+    pytest.mark.skipif(
+        "avx512f" not in cpu_flags(), reason="not done in 900 s by two vLLMs without AVX-512"
+    ),
 ]
 ANSWER = {"max_tokens": 12}
 TOKEN_BYTES = 30 * 2 * 3 * 64 * 2  # layers, K and V, heads, values, bf16
