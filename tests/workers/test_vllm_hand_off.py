@@ -119,7 +119,9 @@ async def test_an_untested_version_that_fails_its_self_test_does_not_start(
     external = ExternalEngine(kind="vllm", python=str(program), hand_off="nixl")
     model = write_llama(tmp_path / "model", vocab_size=RECORDED_VOCAB)
     settings = EngineSettings(model=model, numerics="fast", external=external)
-    with pytest.raises(InternalError, match=r"vLLM 0\.99\.0 fails in the test of responses: vLLM sent no log"):
+    with pytest.raises(
+        InternalError, match=r"vLLM 0\.99\.0 fails in the test of responses: vLLM sent no log"
+    ):
         await EngineClient.start(settings)
 
 
