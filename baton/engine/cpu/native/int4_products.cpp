@@ -115,7 +115,7 @@ void kernel(const Product& p, long row, long panel) {
 
 using Kernel = void (*)(const Product&, long, long);
 constexpr Kernel kKernels[] = {kernel<1>, kernel<2>, kernel<3>,
-                                        kernel<4>, kernel<5>, kernel<6>};
+                               kernel<4>, kernel<5>, kernel<6>};
 
 }  // namespace
 

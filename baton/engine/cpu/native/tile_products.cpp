@@ -229,9 +229,9 @@ void kernel(const Product& p, const float* x, long row, long panel) {
 using Kernel = void (*)(const Product&, const float*, long, long);
 constexpr Kernel kFew[] = {kernel<1, 2, true>, kernel<2, 2, true>, kernel<3, 2, true>};
 constexpr Kernel kFirst[] = {kernel<1, 1, true>, kernel<2, 1, true>, kernel<3, 1, true>,
-                                      kernel<4, 1, true>, kernel<5, 1, true>, kernel<6, 1, true>};
+                             kernel<4, 1, true>, kernel<5, 1, true>, kernel<6, 1, true>};
 constexpr Kernel kNext[] = {kernel<1, 1, false>, kernel<2, 1, false>, kernel<3, 1, false>,
-                                     kernel<4, 1, false>, kernel<5, 1, false>, kernel<6, 1, false>};
+                            kernel<4, 1, false>, kernel<5, 1, false>, kernel<6, 1, false>};
 
 // Rows begin ... end - 1 as fp32, each padded with zeros to whole steps.
 const float* widened(const Product& p, long begin, long end) {
