@@ -94,6 +94,18 @@ def test_it_is_close_to_torch_and_rows_depend_on_themselves_alone(
             assert same_bits(got[3:], whole[start : start + count])
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [*SHAPES, (160, 5, 32, None)])
+def test_many_sequences_share_units_of_several_heads(heads, kv_heads, dim, window, sums) -> None:
+    attention, _ = make(heads, kv_heads, dim, window)
+    torch.set_num_threads(1)
+    mine, _ = tables()
+    q = torch.randn(600, heads, dim).bfloat16()
+    whole = attention.run(0, attention.plan([], [QuerySpan(0, 0, 600, mine)]), q)
+    rows = list(range(5, 600, 15))
+    spans = [QuerySpan(i, row, 1, mine) for i, row in enumerate(rows)]
+    assert same_bits(attention.run(0, attention.plan(spans, []), q[rows]), whole[rows])
+
+
 @pytest.mark.parametrize(("start", "count"), [(0, 37), (99, 1)])
 def test_nothing_beyond_a_sequence_is_read(sums, start, count) -> None:
     attention, pool = make(9, 3, 64, None)

@@ -13,21 +13,38 @@ namespace {
 constexpr int kTogether = 4;                // rows whose sums are in registers at once,
 constexpr int kScored = kIsAvx512 ? 4 : 1;  // for so many blocks
 
+// The queries of R rows as operands.
+template <int R, int D>
+struct Queries {
+#ifdef __AVX512BF16__
+  explicit Queries(const Row* rows) {
+    for (int r = 0; r < R; ++r) row[r] = rows[r].q;
+  }
+  const Operand* row[R];
+#else
+  explicit Queries(const Row* rows) {
+    for (int r = 0; r < R; ++r)
+      for (int d = 0; d < D; d += 16) _mm512_store_ps(row[r] + d, load_bf16(rows[r].q + d));
+  }
+  alignas(64) Operand row[R][D];
+#endif
+};
+
 // Scores of R rows against B blocks; the sum over dims of a row has a fixed order.
-template <int R, int B>
-inline void scores(const Row* rows, const __m512i* keys, int pairs, Ahead& ahead,
+template <int R, int B, int D>
+inline void scores(const Queries<R, D>& queries, const __m512i* keys, Ahead& ahead,
                    __m512 found[][kStepBlocks], int block) {
+  constexpr int pairs = D / 2;
   __m512 sums[R][B];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int b = 0; b < B; ++b) sums[r][b] = _mm512_setzero_ps();
-  const FlushDenormals flush;
   for (int pair = 0; pair < pairs; ++pair) {
     ahead.fetch();
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const __m512i q = two(rows[r].q + 2 * pair);
+      const Two q = two(queries.row[r] + 2 * pair);
 #pragma GCC unroll 4
       for (int b = 0; b < B; ++b) {
         const __m512i k = _mm512_load_si512(keys + b * pairs + pair);
@@ -43,7 +60,7 @@ inline void scores(const Row* rows, const __m512i* keys, int pairs, Ahead& ahead
 
 // sums = sums * fix + weights @ V for R rows and C vectors of 16 dims each.
 template <int R, int C>
-inline void blend(float* sums, int row_stride, const float* fix, const uint16_t (*weights)[kStep],
+inline void blend(float* sums, int row_stride, const float* fix, const Operand (*weights)[kStep],
                   const __m512i* values, int pair_stride, int pairs, Ahead& ahead) {
   __m512 acc[R][C];
 #pragma GCC unroll 4
@@ -52,13 +69,12 @@ inline void blend(float* sums, int row_stride, const float* fix, const uint16_t 
     for (int c = 0; c < C; ++c)
       acc[r][c] =
           _mm512_mul_ps(_mm512_load_ps(sums + r * row_stride + 16 * c), _mm512_set1_ps(fix[r]));
-  const FlushDenormals flush;
   for (int pair = 0; pair < pairs; ++pair) {
     const __m512i* v = values + pair * pair_stride;
     ahead.fetch();
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const __m512i w = two(weights[r] + 2 * pair);
+      const Two w = two(weights[r] + 2 * pair);
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) {
         const __m512i both = _mm512_load_si512(v + c);
@@ -75,21 +91,21 @@ inline void blend(float* sums, int row_stride, const float* fix, const uint16_t 
 // Few rows use an operand once, so storing it would cost more than its products: these two read bf16
 // where it lies. `next` is the same place of the next step.
 // Scores of R rows against one block.
-template <int R, int V>
-inline void scores_in_place(const Row* rows, const uint8_t* keys, const uint8_t* next,
+template <int R, int D>
+inline void scores_in_place(const Queries<R, D>& queries, const uint8_t* keys, const uint8_t* next,
                             long token_bytes, __m512 (*found)[kStepBlocks], int block) {
   __m512 sums[R];
   for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();
   const FlushDenormals flush;
-  for (int d = 0; d < V * 16; d += 32) {
+  for (int d = 0; d < D; d += 32) {
     __m512i k[kBlock];
     for (int t = 0; t < kBlock; ++t) _mm_prefetch(next + t * token_bytes + 2 * d, kNear);
-    pack_keys<kBf16>(keys, token_bytes, kBlock, d, V * 16, k);
+    pack_keys<kBf16>(keys, token_bytes, kBlock, d, D, k);
 #pragma GCC unroll 16
     for (int pair = 0; pair < 16; ++pair)
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
-        sums[r] = dot_pairs(sums[r], k[pair], two(rows[r].q + d + 2 * pair));
+        sums[r] = dot_pairs(sums[r], k[pair], two(queries.row[r] + d + 2 * pair));
   }
   for (int r = 0; r < R; ++r) found[r][block] = sums[r];
 }
@@ -97,7 +113,7 @@ inline void scores_in_place(const Row* rows, const uint8_t* keys, const uint8_t*
 // As `blend`, with a whole step's V from byte `at` of each token.
 template <int R, int C>
 inline void blend_in_place(float* sums, int row_stride, const float* fix,
-                           const uint16_t (*weights)[kStep], const Vectors* blocks,
+                           const Operand (*weights)[kStep], const Vectors* blocks,
                            const Vectors* next, long at, long token_bytes) {
   __m512 acc[R][C];
   for (int r = 0; r < R; ++r)
@@ -119,7 +135,7 @@ inline void blend_in_place(float* sums, int row_stride, const float* fix,
       const __m512i high = _mm512_unpackhi_epi16(first, second);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const __m512i w = two(weights[r] + token);
+        const Two w = two(weights[r] + token);
         acc[r][c] = dot_pairs(acc[r][c], low, w);
         acc[r][c + 1] = dot_pairs(acc[r][c + 1], high, w);
       }
@@ -170,9 +186,10 @@ class PairSums {
   void advance_in_place(Row* rows, float* sums, const Vectors* blocks, const Vectors* next,
                         long token_bytes, int begin) const {
     __m512 found[R][kStepBlocks];
+    const Queries<R, kDim> queries(rows);
     for (int b = 0; b < kStepBlocks; ++b)
-      scores_in_place<R, V>(rows, blocks[b].keys, next[b].keys, token_bytes, found, b);
-    alignas(64) uint16_t weights[R][kStep];
+      scores_in_place<R>(queries, blocks[b].keys, next[b].keys, token_bytes, found, b);
+    alignas(64) Operand weights[R][kStep];
     float fix[R];
     weigh<R>(rows, found, kStepBlocks, begin, scale_, weights, fix);
     for (int v = 0; v < V; v += kChunk)
@@ -181,22 +198,31 @@ class PairSums {
   }
 
   template <int R>
-  void advance(Row* rows, float* sums, const __m512i* keys, const __m512i* values, int begin,
-               int blocks, Ahead& ahead) const {
-    __m512 found[R][kStepBlocks];
+  static void score(const Queries<R, kDim>& queries, const __m512i* keys, int blocks, Ahead& ahead,
+                    __m512 (*found)[kStepBlocks]) {
+    const FlushDenormals flush;
     for (int done = 0; done < blocks; done += kScored) {
       const __m512i* const from = keys + done * kDim / 2;
       switch (std::min(kScored, blocks - done)) {
-        case 1: scores<R, 1>(rows, from, kDim / 2, ahead, found, done); break;
-        case 2: scores<R, 2>(rows, from, kDim / 2, ahead, found, done); break;
-        case 3: scores<R, 3>(rows, from, kDim / 2, ahead, found, done); break;
-        default: scores<R, 4>(rows, from, kDim / 2, ahead, found, done);
+        case 1: scores<R, 1>(queries, from, ahead, found, done); break;
+        case 2: scores<R, 2>(queries, from, ahead, found, done); break;
+        case 3: scores<R, 3>(queries, from, ahead, found, done); break;
+        default: scores<R, 4>(queries, from, ahead, found, done);
       }
     }
-    alignas(64) uint16_t weights[R][kStep];
+  }
+
+  template <int R>
+  void advance(Row* rows, float* sums, const __m512i* keys, const __m512i* values, int begin,
+               int blocks, Ahead& ahead) const {
+    __m512 found[R][kStepBlocks];
+    const Queries<R, kDim> queries(rows);
+    score(queries, keys, blocks, ahead, found);
+    alignas(64) Operand weights[R][kStep];
     float fix[R];
     weigh<R>(rows, found, blocks, begin, scale_, weights, fix);
     const int pairs = blocks * kBlock / 2;
+    const FlushDenormals flush;
     for (int v = 0; v < V; v += kChunk)
       blend<R, kChunk>(sums + 16 * v, kDim, fix, weights, values + v, V, pairs, ahead);
   }
@@ -211,17 +237,25 @@ AttendFn attend_by_pairs(int dim) { return attend_for<PairSums>(dim); }
 namespace {
 
 constexpr int kStoreRows = 64;
+constexpr long kUnitsPerThread = 4;
 
-struct Unit {  // some queries of a span
+struct Part {  // some queries of a span
   int span, first, count;
 };
 
 // Cuts spans into pieces of at most `most` queries. The last piece of a span comes first: it has the
 // most keys, and starting it early lets the threads end together.
-void cut(const Span* spans, int num_spans, int most, std::vector<Unit>& units) {
+void cut(const Span* spans, int num_spans, int most, std::vector<Part>& units) {
   for (int s = 0; s < num_spans; ++s)
     for (int first = (spans[s].count - 1) / most * most; first >= 0; first -= most)
-      units.push_back(Unit{s, first, std::min(most, spans[s].count - first)});
+      units.push_back(Part{s, first, std::min(most, spans[s].count - first)});
+}
+
+// By AVX2, which packs K and V of a head at a time, a unit has several KV heads if there are units
+// enough: they lie beside each other, and reading a whole page takes less time than reading its parts.
+int heads_of_a_unit(long units, int num_kv_heads, int threads, int sums) {
+  if (kIsAvx512 || sums >= 0) return 1;
+  return std::clamp<long>(units / (kUnitsPerThread * threads), 1, num_kv_heads);
 }
 
 long rows_of(const Span* spans, int num_spans) {
@@ -253,12 +287,12 @@ extern "C" void baton_store(const uint16_t* new_keys, const uint16_t* new_values
       }
     }
   };
-  static thread_local std::vector<Unit> units;
+  static thread_local std::vector<Part> units;
   units.clear();
   cut(list, num_spans, kStoreRows, units);
   const long bytes_worth_a_thread = 1 << 16;
   const bool small = 4L * num_kv_heads * dim * rows_of(list, num_spans) < bytes_worth_a_thread;
-  const Unit* each = units.data();
+  const Part* each = units.data();
   share(small ? 1 : threads, units.size(), [&](long i) {
     copy(list[each[i].span], each[i].first, each[i].count);
   });
@@ -277,13 +311,18 @@ extern "C" void baton_attention(const uint16_t* q, long q_stride, uint8_t* keys,
   const Call call{q, q_stride, pages, group, window, scale, out, out_stride, sinks};
   const auto* list = reinterpret_cast<const Span*>(spans);
   const AttendFn run = sums < 0 ? attend_by_pairs(dim) : attend_by_tiles(dim, sums);
-  static thread_local std::vector<Unit> units;
+  static thread_local std::vector<Part> units;
   units.clear();
   cut(list, num_spans, std::max(1, std::min(kUnitQueries, kMaxRows / group)), units);
-  const Unit* each = units.data();
-  share(threads, static_cast<long>(units.size()) * num_kv_heads, [&](long i) {
-    const Unit& unit = each[i / num_kv_heads];
-    run(call, list[unit.span], static_cast<int>(i % num_kv_heads), unit.first, unit.count);
+  const Part* each = units.data();
+  const int together = heads_of_a_unit(units.size() * num_kv_heads, num_kv_heads, threads, sums);
+  const int groups = (num_kv_heads + together - 1) / together;
+  share(threads, static_cast<long>(units.size()) * groups, [&](long i) {
+    const Part& part = each[i / groups];
+    const int begin = i % groups * together, end = std::min(num_kv_heads, begin + together);
+    const int most = std::max(1, kMaxRows / (part.count * group));
+    for (int head = begin; head < end; head += most)
+      run(call, {list[part.span], part.first, part.count, head, std::min(most, end - head)});
   });
 }
 

@@ -5,7 +5,7 @@
 // a fixed order. So a row's bits depend on its own position and keys alone, not on the rest of its
 // unit, chunk, or batch. A unit only shares the work of reading K and V.
 //
-//   rows of a unit: the queries of one KV head (G heads each) of up to kUnitQueries positions
+//   rows of a unit: the queries of a KV head (G heads each) of up to kUnitQueries positions
 //   K of 16 tokens  ->  pairs of dims by token                    both are operands of
 //   V of 2 tokens   ->  pairs of tokens by dim (in lane order)    products of bf16 pairs
 //   the weights of a step are rounded to bf16, and the rounded ones are summed
@@ -56,19 +56,23 @@ inline __m512 keep(uint16_t* to, __m512 weights) {
   return load_bf16(to);
 }
 inline __m512 keep(float* to, __m512 weights) {
-  const __m512 rounded = widen(narrow(weights));
-  _mm512_store_ps(to, rounded);
-  return rounded;
+  const __m512 kept = rounded(weights);
+  _mm512_store_ps(to, kept);
+  return kept;
 }
 
 // Scores of one row in a step, and the largest so far.
 inline float scale_scores(const Row& row, const __m512* found, int blocks, int begin, float scale,
                           __m512* scores) {
   const __m512 never = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  const bool sees_all = row.first <= begin && row.position >= begin + blocks * kBlock - 1;
   __m512 most = never;
   for (int b = 0; b < blocks; ++b) {
-    const __mmask16 mask = seen(begin + b * kBlock, row.first, row.position);
-    scores[b] = _mm512_mask_mul_ps(never, mask, found[b], _mm512_set1_ps(scale));
+    scores[b] = _mm512_mul_ps(found[b], _mm512_set1_ps(scale));
+    if (!sees_all) {
+      const __mmask16 mask = seen(begin + b * kBlock, row.first, row.position);
+      scores[b] = _mm512_mask_mov_ps(never, mask, scores[b]);
+    }
     most = _mm512_max_ps(most, scores[b]);
   }
   return std::max(row.max, _mm512_reduce_max_ps(most));
@@ -118,20 +122,28 @@ inline void by_groups(const Row* rows, int total, int most, int begin, const F& 
   }
 }
 
-// Some queries of a span and one KV head. `Sums` adds a step of keys to rows.
+struct Unit {  // `count` queries of a span, and the query heads of `heads` KV heads
+  const Span& span;
+  int first, count, head, heads;
+};
+
+// Attention of a unit. `Sums` adds a step of keys to the rows of a KV head.
 template <class Sums, int V>  // dim / 16
-void attend(const Call& c, const Span& span, int kv_head, int first, int count) {
+void attend(const Call& c, const Unit& unit) {
   constexpr int dim = V * 16;
   const Pages& pages = c.pages;
+  const Span& span = unit.span;
   const PackFn pack = pack_of(pages.format);
   Row rows[kMaxRows];
   alignas(64) float sums[kMaxRows * dim];
   alignas(64) __m512i keys[kStepBlocks * dim / 2];
   alignas(64) __m512i values[kStep / 2 * V];
-  Ahead ahead(pages.token_bytes, vector_bytes(pages.format, dim));
-  const int total = count * c.group;
+  Ahead ahead(pages.token_bytes,
+              (unit.heads - 1) * pages.head_bytes + vector_bytes(pages.format, dim));
+  const int of_head = unit.count * c.group, total = of_head * unit.heads;
   for (int i = 0; i < total; ++i) {
-    const int query = first + i / c.group, head = kv_head * c.group + i % c.group;
+    const int query = unit.first + i % of_head / c.group;
+    const int head = (unit.head + i / of_head) * c.group + i % c.group;
     Row& row = rows[i];
     row.q = c.q + (span.row + query) * c.q_stride + head * dim;
     row.out = c.out + (span.row + query) * c.out_stride + head * dim;
@@ -145,31 +157,38 @@ void attend(const Call& c, const Span& span, int kv_head, int first, int count) 
   const Sums by(rows, total, c.scale);
   const int last = rows[total - 1].position;
   for (int begin = rows[0].first / kStep * kStep; begin <= last; begin += kStep) {
-    if constexpr (Sums::kInPlace > 0) {
-      if (total <= Sums::kInPlace && pages.format == kBf16 && begin + kStep <= last + 1) {
-        Vectors here[kStepBlocks], next[kStepBlocks];
-        for (int b = 0; b < kStepBlocks; ++b) {
-          const int at = begin + b * kBlock;
-          here[b] = pages.vectors(span, at, kv_head);
-          next[b] = pages.vectors(span, std::min(at + kStep, last), kv_head);
-        }
-        by.take_in_place(rows, total, sums, here, next, pages.token_bytes, begin);
-        continue;
-      }
-    }
-    for (int b = 0; b < kStepBlocks; ++b) {
-      const int at = begin + b * kBlock, valid = std::min(kBlock, last - at + 1);
-      if (valid <= 0) {  // this block is used only with weights of zero
-        std::memset(values + b * kBlock / 2 * V, 0, kBlock / 2 * V * sizeof(__m512i));
-        continue;
-      }
-      pack(pages.vectors(span, at, kv_head), pages.token_bytes, valid, dim, keys + b * dim / 2,
-           values + b * kBlock / 2 * V);
-    }
+    const bool in_place =
+        of_head <= Sums::kInPlace && pages.format == kBf16 && begin + kStep <= last + 1;
     ahead.clear();
-    for (int at = begin + kStep; at < begin + 2 * kStep && at <= last; at += kBlock)
-      ahead.add(pages.vectors(span, at, kv_head));
-    by.take_in(rows, total, sums, keys, values, begin, ahead);
+    for (int at = begin + kStep; !in_place && at < begin + 2 * kStep && at <= last; at += kBlock)
+      ahead.add(pages.vectors(span, at, unit.head));
+    for (int h = 0; h < unit.heads; ++h) {
+      const int kv_head = unit.head + h;
+      Row* const here = rows + h * of_head;
+      float* const sums_here = sums + h * of_head * dim;
+      if constexpr (Sums::kInPlace > 0) {
+        if (in_place) {
+          Vectors now[kStepBlocks], next[kStepBlocks];
+          for (int b = 0; b < kStepBlocks; ++b) {
+            const int at = begin + b * kBlock;
+            now[b] = pages.vectors(span, at, kv_head);
+            next[b] = pages.vectors(span, std::min(at + kStep, last), kv_head);
+          }
+          by.take_in_place(here, of_head, sums_here, now, next, pages.token_bytes, begin);
+          continue;
+        }
+      }
+      for (int b = 0; b < kStepBlocks; ++b) {
+        const int at = begin + b * kBlock, valid = std::min(kBlock, last - at + 1);
+        if (valid <= 0) {  // this block is used only with weights of zero
+          std::memset(values + b * kBlock / 2 * V, 0, kBlock / 2 * V * sizeof(__m512i));
+          continue;
+        }
+        pack(pages.vectors(span, at, kv_head), pages.token_bytes, valid, dim, keys + b * dim / 2,
+             values + b * kBlock / 2 * V);
+      }
+      by.take_in(here, of_head, sums_here, keys, values, begin, ahead);
+    }
   }
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // lane order to dims
   for (int i = 0; i < total; ++i) {
@@ -183,7 +202,7 @@ void attend(const Call& c, const Span& span, int kv_head, int first, int count) 
   }
 }
 
-using AttendFn = void (*)(const Call&, const Span&, int, int, int);
+using AttendFn = void (*)(const Call&, const Unit&);
 
 // The kernel for heads of `dim`, or null: with the sums of VDPBF16PS, or with those of tiles by FMA,
 // by AMX, or in software.

@@ -84,34 +84,35 @@ inline __m512i load_dims(const uint8_t* vector, int at, int dim) {
 template <int F>
 inline void pack_keys(const uint8_t* keys, long token_bytes, int valid, int at, int dim,
                       __m512i* packed) {
-#ifdef BATON_HALVES  // 8 tokens x 8 pairs at a time: all of them do not fit into registers
-  for (int part = 0; part < 4; ++part) {
-    const int first = part / 2 * 8;
-    __m256i r[8], s[8];
-#pragma GCC unroll 8
-    for (int t = 0; t < 8; ++t) {
-      if (first + t >= valid) {
-        r[t] = _mm256_setzero_si256();
-        continue;
-      }
-      const __m512i dims = load_dims<F>(keys + (first + t) * token_bytes, at, dim);
-      r[t] = part % 2 ? dims.high : dims.low;
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-      s[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
-      s[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    auto* const to = reinterpret_cast<__m256i*>(packed + part % 2 * 8) + part / 2;
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const __m256i a = s[i / 2], b = s[i / 2 + 2], c = s[i / 2 + 4], d = s[i / 2 + 6];
-      const __m256i upper = i % 2 ? _mm256_unpackhi_epi64(a, b) : _mm256_unpacklo_epi64(a, b);
-      const __m256i lower = i % 2 ? _mm256_unpackhi_epi64(c, d) : _mm256_unpacklo_epi64(c, d);
-      to[2 * i] = _mm256_permute2x128_si256(upper, lower, 0x20);
-      to[2 * i + 8] = _mm256_permute2x128_si256(upper, lower, 0x31);
-    }
+#ifdef BATON_HALVES  // 4 pairs of 8 tokens at a time: all of them do not fit into registers
+  alignas(64) uint16_t copy[kBlock][32];
+  const uint8_t* from = keys + 2 * at;
+  if (F != kBf16 || valid < kBlock) {
+    for (int t = 0; t < kBlock; ++t)
+      _mm512_store_si512(copy[t], t < valid ? load_dims<F>(keys + t * token_bytes, at, dim)
+                                            : _mm512_setzero_si512());
+    from = reinterpret_cast<const uint8_t*>(copy);
+    token_bytes = sizeof(copy[0]);
   }
+  for (int half = 0; half < 2; ++half, from += 8 * token_bytes)
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; ++part) {
+      __m256i r[4], s[4];  // 16 bytes of tokens t and t + 4
+#pragma GCC unroll 4
+      for (int t = 0; t < 4; ++t)
+        r[t] = _mm256_loadu2_m128i(
+            reinterpret_cast<const __m128i*>(from + (t + 4) * token_bytes) + part,
+            reinterpret_cast<const __m128i*>(from + t * token_bytes) + part);
+      for (int t = 0; t < 4; t += 2) {
+        s[t] = _mm256_unpacklo_epi32(r[t], r[t + 1]);
+        s[t + 1] = _mm256_unpackhi_epi32(r[t], r[t + 1]);
+      }
+      auto* const to = reinterpret_cast<__m256i*>(packed + 4 * part) + half;
+      to[0] = _mm256_unpacklo_epi64(s[0], s[2]);
+      to[2] = _mm256_unpackhi_epi64(s[0], s[2]);
+      to[4] = _mm256_unpacklo_epi64(s[1], s[3]);
+      to[6] = _mm256_unpackhi_epi64(s[1], s[3]);
+    }
 #else
   __m512i r[16], s[16];
   for (int t = 0; t < 16; ++t)
@@ -164,38 +165,40 @@ constexpr auto kNear = _MM_HINT_T1;
 constexpr auto kNear = _MM_HINT_T0;
 #endif
 
-// Prefetches the next step's K and V of a head during this one's computation, a token at a time, or a
-// line by AVX2, where a step has more calls: pages lie anywhere, so no hardware predicts them, and all
-// at once they would wait for each other.
+// Prefetches the next step's K and V during this one's computation: pages lie anywhere, so no hardware
+// predicts them, and all at once they would wait for each other. By AVX-512 a call prefetches a
+// token's, by AVX2, where a step has more calls, a line. `bytes` are those of a token's heads.
 class Ahead {
  public:
-  Ahead(long token_bytes, long vector_bytes) : token_bytes_(token_bytes), bytes_(vector_bytes) {}
+  Ahead(long token_bytes, long bytes) : token_bytes_(token_bytes), bytes_(bytes) {}
 
-  void clear() { count_ = at_ = line_ = 0; }
-  void add(Vectors block) { blocks_[count_++] = block; }
+  void clear() { count_ = next_ = line_ = 0; }
+  void add(Vectors block) {
+    for (long token = 0; token < kBlock; ++token) {
+      runs_[count_++] = block.keys + token * token_bytes_;
+      runs_[count_++] = block.values + token * token_bytes_;
+    }
+  }
 
   void fetch() {
-    if (at_ == count_ * kBlock) return;
-    const Vectors& block = blocks_[at_ / kBlock];
-    const long token = at_ % kBlock * token_bytes_;
+    if (next_ == count_) return;
     if (kIsAvx512) {
-      for (long line = 0; line < bytes_; line += 64) {
-        _mm_prefetch(block.keys + token + line, kNear);
-        _mm_prefetch(block.values + token + line, kNear);
-      }
-    } else {
-      _mm_prefetch((line_ % 2 ? block.values : block.keys) + token + line_ / 2 * 64, kNear);
-      if (++line_ / 2 * 64 < bytes_) return;
-      line_ = 0;
+      for (int i = 0; i < 2; ++i, ++next_)
+        for (long line = 0; line < bytes_; line += 64) _mm_prefetch(runs_[next_] + line, kNear);
+      return;
     }
-    ++at_;
+    _mm_prefetch(runs_[next_] + line_, kNear);
+    line_ += 64;
+    if (line_ < bytes_) return;
+    line_ = 0;
+    ++next_;
   }
 
  private:
   const long token_bytes_, bytes_;
-  int count_ = 0, at_ = 0;  // of the blocks, and the next token
-  int line_ = 0;            // of its K and V in turn
-  Vectors blocks_[kStepBlocks];
+  const uint8_t* runs_[2 * kStep];
+  int count_ = 0, next_ = 0;
+  long line_ = 0;  // of the next run, by AVX2
 };
 
 // K and V of a block, of which `valid` tokens are used, as operands.

@@ -55,7 +55,7 @@ void kernel(const Product& p, long row, long panel, const uint16_t* ahead) {
     const __m512i second = _mm512_load_si512(weights + kPanel);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const __m512i both = two(x + r * p.x_stride + 2 * pair);
+      const Two both = two(x + r * p.x_stride + 2 * pair);
       low[r] = dot_pairs(low[r], first, both);
       high[r] = dot_pairs(high[r], second, both);
     }

@@ -16,12 +16,9 @@ inline __m512 load_bf16(const uint16_t* from) {
   return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
 
-// Rounds to bf16, to nearest even; tiny values to zero, NaN quiet. VCVTNEPS2BF16, or its emulation.
-inline __m256i narrow(__m512 values) {
-#ifdef __AVX512BF16__
-  const __m256bh halves = _mm512_cvtneps_pbh(values);
-  return reinterpret_cast<const __m256i&>(halves);
-#else
+#ifndef __AVX512BF16__
+// The bf16 nearest to each value, in 32 bits.
+inline __m512i nearest_bf16(__m512 values) {
   const __m512i bits = _mm512_castps_si512(values);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i carry = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
@@ -30,8 +27,26 @@ inline __m256i narrow(__m512 values) {
   const __mmask16 nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
   found = _mm512_mask_or_epi32(found, nan, high, _mm512_set1_epi32(0x40));
   const __mmask16 tiny = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7f800000));
-  found = _mm512_mask_and_epi32(found, tiny, high, _mm512_set1_epi32(0x8000));
-  return _mm512_cvtepi32_epi16(found);
+  return _mm512_mask_and_epi32(found, tiny, high, _mm512_set1_epi32(0x8000));
+}
+#endif
+
+// Rounds to bf16, to nearest even; tiny values to zero, NaN quiet. VCVTNEPS2BF16, or its emulation.
+inline __m256i narrow(__m512 values) {
+#ifdef __AVX512BF16__
+  const __m256bh halves = _mm512_cvtneps_pbh(values);
+  return reinterpret_cast<const __m256i&>(halves);
+#else
+  return _mm512_cvtepi32_epi16(nearest_bf16(values));
+#endif
+}
+
+// The same, in fp32.
+inline __m512 rounded(__m512 values) {
+#ifdef __AVX512BF16__
+  return widen(narrow(values));
+#else
+  return _mm512_castsi512_ps(_mm512_slli_epi32(nearest_bf16(values), 16));
 #endif
 }
 
@@ -48,24 +63,40 @@ inline __m512i narrow_two(__m512 high, __m512 low) {
 #endif
 }
 
-// The two bf16 at `from` in every lane: an operand of `dot_pairs`.
-inline __m512i two(const uint16_t* from) {
+// Two values in every lane: an operand of `dot_pairs`. Without VDPBF16PS they are fp32, and loops that
+// use values often have them as `Operand`, widened before.
+#ifdef __AVX512BF16__
+using Operand = uint16_t;
+using Two = __m512i;
+inline Two two(const uint16_t* from) {
   int32_t both;
   __builtin_memcpy(&both, from, 4);
   return _mm512_set1_epi32(both);
 }
+#else
+using Operand = float;
+struct Two {
+  __m512 even, odd;
+};
+inline Two two(const float* from) { return {_mm512_set1_ps(from[0]), _mm512_set1_ps(from[1])}; }
+inline Two two(const uint16_t* from) {
+  int32_t both;
+  __builtin_memcpy(&both, from, 4);
+  const __m512i all = _mm512_set1_epi32(both);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(all, 16)),
+          _mm512_castsi512_ps(_mm512_and_si512(all, _mm512_set1_epi32(0xffff0000)))};
+}
+#endif
 
 // sum + the products of the two bf16 of each lane, the odd one first, each added with one rounding.
 // VDPBF16PS, or the same by two FMAs; those need a `FlushDenormals` around them for the same bits.
-inline __m512 dot_pairs(__m512 sum, __m512i a, __m512i b) {
+inline __m512 dot_pairs(__m512 sum, __m512i a, Two b) {
 #ifdef __AVX512BF16__
   return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 #else
-  const __m512i upper = _mm512_set1_epi32(0xffff0000);
-  sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, upper)),
-                        _mm512_castsi512_ps(_mm512_and_si512(b, upper)), sum);
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)),
-                         _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), sum);
+  const __m512i odd = _mm512_and_si512(a, _mm512_set1_epi32(0xffff0000));
+  sum = _mm512_fmadd_ps(_mm512_castsi512_ps(odd), b.odd, sum);
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), b.even, sum);
 #endif
 }
 
