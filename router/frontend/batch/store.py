@@ -169,9 +169,7 @@ class BatchStore:
                 raise InvalidRequestError.at(
                     "file_id", f"the file is in use by {batch.id}; cancel it first"
                 )
-        (self._folder(tenant, "files") / f"{file_id}.json").unlink(missing_ok=True)
-        self.data_path(tenant, file_id).unlink(missing_ok=True)
-        return True
+        return self.remove(tenant, "files", file_id)
 
     def save(self, batch: BatchRecord) -> None:
         """Write a batch's record at once."""

@@ -330,6 +330,19 @@ async def test_a_tenants_slow_uploads_keep_no_other_tenant_out(start):
     assert sent.status_code == 200
 
 
+def test_of_two_deletions_of_a_file_one_finds_it(tmp_path, monkeypatch):
+    """Both were answered with success."""
+    store, other = (BatchStore(tmp_path, BatchConfig()) for _ in range(2))
+    record = store.add_file("one", io.BytesIO(b"x"), "a", "batch", time.time(), 100)
+    found = []
+    monkeypatch.setattr(
+        store, "batches", lambda tenant: found.append(other.delete_file(tenant, record.id)) or []
+    )
+    assert not store.delete_file("one", record.id)
+    assert found == [True]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 async def test_a_tenant_with_the_name_of_the_lock_is_refused(start):
     """Its calls were faults of the router."""
     fleet = await start()
