@@ -1,5 +1,6 @@
 """YAML parser that records the line of each key, for error messages."""
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,12 @@ KeyPath = tuple[str | int, ...]
 _MAX_DEPTH = 8
 _MAX_PLACES = 100_000  # aliases of aliases multiply: a few lines can stand for 10^9 values
 _TEXT = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_NOT_DECIMAL = re.compile(r"[-+]?0[0-7_]+|.*:.*")  # 010 is 8 and 1:30 is 90 in YAML 1.1
+# Values reach logs and terminals: control characters, marks that reverse text, half characters.
+_UNPRINTABLE = re.compile(
+    r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 class YamlTextError(ValueError):
@@ -94,6 +101,7 @@ def _note_key(
     path = (*parent, str(key.value))
     line = key.start_mark.line + 1
     shown = dotted(redact(path))
+    _check_printable(key.value, line)
     if isinstance(key, yaml.ScalarNode) and key.tag not in _TEXT:
         raise YamlTextError(f"{shown}: a key must be text: put it in quotes", line)
     if path in lines:
@@ -104,14 +112,22 @@ def _note_key(
 def _check_scalar(
     node: yaml.ScalarNode, path: KeyPath, redact: Callable[[KeyPath], KeyPath]
 ) -> None:
-    """Refuse invalid dates and numbers, such as 2024-99-99 or 5,000 digits."""
+    """Refuse what cannot be printed, unusual numbers, and invalid ones, such as 5,000 digits."""
+    line = node.start_mark.line + 1
+    _check_printable(node.value, line)
     loader = yaml.SafeLoader("")
     try:
+        if node.tag in _NUMBERS and _NOT_DECIMAL.fullmatch(node.value):
+            raise ValueError(f"{node.value} is not a decimal number")
         loader.construct_object(node)
     except ValueError as error:
         shown = dotted(redact(path))
-        raise YamlTextError(
-            f"{shown}: not a valid value: {error}; put text in quotes", node.start_mark.line + 1
-        ) from error
+        problem = f"{shown}: not a valid value: {error}; put text in quotes"
+        raise YamlTextError(problem, line) from error
     finally:
         loader.dispose()
+
+
+def _check_printable(text: object, line: int) -> None:
+    if found := _UNPRINTABLE.search(f"{text}"):
+        raise YamlTextError(f"contains {found[0]!a}, which cannot be printed", line)

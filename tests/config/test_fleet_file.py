@@ -390,6 +390,18 @@ def test_a_secret_stands_in_no_message(tmp_path: Path, text: str, said: str) -> 
     ("text", "said"),
     [
         ("model: 2024-99-99", ":1: model: not a valid value: month must be in 1..12; put text in"),
+        ("port: 1:30:00", ":1: port: not a valid value: 1:30:00 is not a decimal number; put text"),
+        ("port: 010", ":1: port: not a valid value: 010 is not a decimal number"),
+        (
+            "default_timeout_s: 1:30.5",
+            ":1: default_timeout_s: not a valid value: 1:30.5 is not a decimal number",
+        ),
+        (r'served_model_name: [a, "b\e[31m"]', r":1: contains '\x1b', which cannot be printed"),
+        (r'adapters: {load: {"a\u202E": /x}}', r":1: contains '\u202e', which cannot be printed"),
+        (
+            f"model: {200_000 * 'a'}",
+            f":1: model = '{56 * 'a'}...: must have at most 4096 characters",
+        ),
         (f"port: 1{5000 * '0'}", ":1: port: not a valid value: Exceeds the limit"),
         (f"model: {3000 * '['}{3000 * ']'}", ": nested too deeply"),
         ("pools: {1: x}", ":1: pools.1: a key must be text: put it in quotes"),
