@@ -1,11 +1,14 @@
-"""Folders of this user that outlive a process."""
+"""Folders of this user that outlive a process, and files that an operator names."""
 
 import contextlib
+import errno
 import os
 import stat
 import tempfile
 from functools import cache
 from pathlib import Path
+
+_MOST_BYTES = 16 << 20
 
 
 class NoHomeError(OSError):
@@ -44,6 +47,21 @@ def make_private(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_mode & 0o077:
         folder.chmod(0o700)
+
+
+def read_small(file: str | Path, *, piped: bool = False) -> bytes:
+    """Return the contents of a file of settings, which may be a pipe if ``piped``.
+
+    Raises:
+        OSError: It cannot be read, is a device or a pipe, which may never end, or is too large.
+    """
+    if not (piped or stat.S_ISREG(Path(file).stat().st_mode)):
+        raise OSError(errno.EINVAL, "it must be a regular file", str(file))
+    with Path(file).open("rb") as stream:
+        contents = stream.read(_MOST_BYTES + 1)
+    if len(contents) > _MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {_MOST_BYTES} bytes", str(file))
+    return contents
 
 
 def replace_file(file: Path, contents: bytes, *, durable: bool = False) -> None:

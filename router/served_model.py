@@ -4,11 +4,11 @@ import logging
 from array import array
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from baton.folders import read_small
 from baton.model.artifact import ModelArtifact, resolve_model
 from baton.text.grammar import Vocabulary, vocabulary_of
 from baton.text.length_bound import LengthBound
@@ -98,7 +98,7 @@ class ServedModel:
             adapters=adapters,
             max_context_tokens=settings.max_context_tokens,
             emulated=bool(settings.emulated) or settings.attached,
-            chat_template=Path(template).read_text("utf-8") if template else None,
+            chat_template=read_small(template).decode() if template else None,
         )
         served.takes_images = settings.external == "vllm" and served.template.takes_images
         return served

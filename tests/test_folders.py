@@ -9,7 +9,7 @@ import pytest
 
 from baton import folders
 from baton.engine.compiled import cache_folder
-from baton.folders import NoHomeError, cache_root, home_folder
+from baton.folders import NoHomeError, cache_root, home_folder, read_small
 from fleet.local.state import home, state_folder
 
 
@@ -70,3 +70,17 @@ def test_the_state_needs_a_folder_and_names_the_variable(
         state_folder("fleet")
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     assert home() == tmp_path
+
+
+def test_a_device_or_a_huge_file_is_no_file_of_settings(tmp_path: Path) -> None:
+    """A device was read until the memory was full, and a pipe waited for."""
+    pipe, huge = tmp_path / "pipe", tmp_path / "huge"
+    os.mkfifo(pipe)
+    with huge.open("wb") as stream:
+        stream.truncate(1 << 40)
+    for file in (Path("/dev/zero"), pipe, tmp_path):
+        with pytest.raises(OSError, match="must be a regular file"):
+            read_small(file)
+    for file, piped in ((huge, False), (huge, True), (Path("/dev/zero"), True)):
+        with pytest.raises(OSError, match="more than 16777216 bytes"):
+            read_small(file, piped=piped)

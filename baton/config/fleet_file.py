@@ -45,7 +45,7 @@ class FleetConfig(Section):
 
     fleet: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")] = "local"
     # package:PACKAGE/FILE, a GGUF file, a Hugging Face directory, or hub:ORG/NAME@REVISION
-    model: Annotated[str, StringConstraints(min_length=1)] = DEFAULT_MODEL
+    model: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = DEFAULT_MODEL
     served_model_name: tuple[ModelName, ...] = ()  # in YAML a name, or a list: name, aliases...
     models: Mapping[LaneName, LaneConfig] = {}  # several models by name, instead of `model`
     chat_template: str | None = None  # a jinja2 file that replaces the model's own template

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 
+from baton.folders import read_small
 from baton.types.gates import MAX_GOLDEN, GoldenPrompt
 
 
@@ -22,7 +23,7 @@ def read_golden(path: str | Path) -> tuple[GoldenPrompt, ...]:
         GoldenFileError: The file cannot be read, or a line is invalid; the message names it.
     """
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = read_small(Path(path).expanduser()).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise GoldenFileError(f"{path}: cannot read golden prompts: {error}") from error
     found: dict[str, GoldenPrompt] = {}

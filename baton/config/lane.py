@@ -60,7 +60,8 @@ class LaneConfig(Section):
 
     model_config = ConfigDict(protected_namespaces=())
 
-    model: Annotated[str, StringConstraints(min_length=1)]  # reference, as `model:` of the fleet
+    # reference, as `model:` of the fleet
+    model: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
     chat_template: str | None = None
     max_context_tokens: Annotated[int, Field(ge=16, le=16_777_216)] | None = None
     adapters: AdaptersConfig = AdaptersConfig()

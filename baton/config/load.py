@@ -18,6 +18,7 @@ from baton.config.fleet_file import FleetConfig
 from baton.config.other_words import own_path
 from baton.config.section import problem_of
 from baton.config.yaml_text import KeyPath, YamlTextError, dotted, parse_yaml
+from baton.folders import read_small
 
 # keys of paths; relative ones start at the folder that contains the file, since the fleet's
 # processes run in other folders than the shell that ran `baton up`
@@ -58,7 +59,7 @@ def load_config(
     """
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_small(file, piped=True).decode()
     except OSError as error:
         raise ConfigError(f"{file}: cannot read the fleet file: {error.strerror}") from error
     except UnicodeDecodeError as error:

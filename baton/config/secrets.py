@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from baton.config.clients import ApiKeyConfig
 from baton.config.watched_files import WatchedFiles
 from baton.config.yaml_text import YamlTextError, parse_yaml
+from baton.folders import read_small
 
 FEWEST_TOKEN_CHARACTERS = 16
 FEWEST_KEY_CHARACTERS = 8
@@ -29,7 +30,7 @@ def read_text(file: str | Path, what: str) -> str:
         SecretError: The file cannot be read, or is not UTF-8 text.
     """
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return read_small(file).decode()
     except OSError as error:
         raise SecretError(
             f"{what} cannot be read from {file}: {error.strerror}; the file must exist and be "

@@ -49,6 +49,7 @@ from redis.credentials import CredentialProvider
 from redis.exceptions import RedisError
 
 from baton.addresses import join_address
+from baton.folders import read_small
 from baton.telemetry.tasks import BackgroundTasks
 
 Command = tuple[Any, ...]
@@ -311,7 +312,7 @@ def _secret(
 
     def from_file() -> str:
         try:
-            return Path(value).read_text(encoding="utf-8").strip()
+            return read_small(value).decode().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise RedisUrlError(f"{name}: {value} cannot be read ({error})") from error
 

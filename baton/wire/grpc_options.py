@@ -1,11 +1,11 @@
 """Options and TLS of all gRPC channels and servers."""
 
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
 from baton.config.watched_files import WatchedFiles
+from baton.folders import read_small
 from baton.wire.tls import FleetTls
 
 _MESSAGE_BYTES = 16 << 20
@@ -83,7 +83,7 @@ def listen_for_gateways(server: grpc.aio.Server, address: str, *files: str) -> N
         return
 
     def read() -> grpc.ServerCertificateConfiguration:
-        certificate, key = (Path(file).read_bytes() for file in files)
+        certificate, key = map(read_small, files)
         return grpc.ssl_server_certificate_configuration([(key, certificate)])
 
     pair = WatchedFiles(files, read)

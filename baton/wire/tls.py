@@ -9,13 +9,13 @@ import contextlib
 import ssl
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import NamedTuple
 
 import grpc
 
 from baton.config.network import TlsFiles
 from baton.config.watched_files import WatchedFiles
+from baton.folders import read_small
 
 _RENEW_HINT = "`baton certs DIR --renew` renews the files of `baton certs DIR`"
 
@@ -143,7 +143,7 @@ def _read(files: TlsFiles) -> _Bundle:
 
 def _contents(file: str, what: str) -> bytes:
     try:
-        return Path(file).read_bytes()
+        return read_small(file)
     except OSError as error:
         raise CertificateError(
             f"{what} {file} cannot be read: {error.strerror}; it must be on every host, and "

@@ -4,7 +4,6 @@ import asyncio
 import socket
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,6 +14,7 @@ from baton.config.secrets import SecretError, read_text
 from baton.config.section import problem_of
 from baton.config.watched_files import WatchedFiles
 from baton.config.yaml_text import YamlTextError, dotted, parse_yaml
+from baton.folders import read_small
 from baton.registry.types import Role
 
 _EMPTY_LOOKUPS = 15  # one after another, every 2 s, that do not count
@@ -121,7 +121,7 @@ def read_servers(file: str) -> tuple[AttachedServer, ...]:
         OSError: It cannot be read.
         ValueError: It is not a list of servers.
     """
-    text = Path(file).read_text(encoding="utf-8")
+    text = read_small(file).decode()
     try:
         parsed = parse_yaml(text, "a file of servers", lambda path: path)
         given = parsed.data.get("servers")  # an empty file may be half written: it is no list

@@ -16,6 +16,7 @@ import typer
 import yaml
 
 from baton.config.load import ConfigError
+from baton.folders import read_small
 from baton.telemetry.progress import Progress
 from baton.types.lanes import OF_VERSION, split_version
 from fleet.cli.common import FleetOption, fail, read_fleet_file, running_fleet
@@ -147,7 +148,7 @@ def _entries(models: list[str], pools: Mapping[str, int]) -> dict[str, dict[str,
 
 def _of_file(file: Path) -> dict[str, dict[str, Any]]:
     try:
-        models = yaml.safe_load(file.read_text("utf-8"))
+        models = yaml.safe_load(read_small(file, piped=True).decode())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         problem = error.strerror if isinstance(error, OSError) else error
         raise FileEditError(f"{file}: {problem}: give NAME=REFERENCE, or a YAML file") from error

@@ -10,6 +10,7 @@ import yaml
 
 from baton.config.external_engine import TAKEN
 from baton.config.lane import LaneConfig
+from baton.folders import read_small
 from fleet.cli.common import fail
 from fleet.cli.vllm_flags import FlagError, keys_of, reference, text_of, whole
 
@@ -25,7 +26,7 @@ def config_import(
 ) -> None:
     """Print the fleet file that a YAML file of Ray Serve LLM stands for, and what it leaves out."""
     try:
-        configs = list(_configs(yaml.safe_load(file.read_text(encoding="utf-8"))))
+        configs = list(_configs(yaml.safe_load(read_small(file, piped=True).decode())))
         left_out: list[str] = []
         text = text_of(_joined([_fleet_of(each, vllm, left_out) for each in configs], left_out))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:

@@ -1,10 +1,11 @@
 """Checks whether this machine has what the processes of a fleet need that all run here."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
+from baton.config.clients import KEYS_IN_REDIS
 from baton.config.fleet_file import FleetConfig
 from baton.control_groups import total_memory_bytes, usable_cpus
+from baton.folders import read_small
 from fleet.pools.resources import engine_settings
 from fleet.ports import LEAST_PORTS, PORTS_OF_A_WORKER
 
@@ -12,8 +13,9 @@ _GIB = 1 << 30
 
 
 def missing_files(config: FleetConfig) -> list[str]:
-    """Return a line for each certificate file that cannot be read here."""
-    named: dict[str, str] = {}
+    """Return a line for each file of keys or certificates that cannot be read here."""
+    keys = config.clients.api_keys_file
+    named = {"clients.api_keys_file": keys} if keys and keys != KEYS_IN_REDIS else {}
     if (https := config.clients.tls) is not None:
         named |= {"clients.tls.certificate": https.certificate, "clients.tls.key": https.key}
     if (tls := config.pools.tls) is not None:
@@ -33,10 +35,10 @@ def missing_resources(config: FleetConfig) -> list[str]:
 
 def _unreadable(file: str) -> str:
     try:
-        with Path(file).open("rb"):
-            return ""
+        read_small(file)
     except OSError as error:
         return f"cannot read {file}: {error.strerror}"
+    return ""
 
 
 def _missing_ports(config: FleetConfig) -> Iterator[str]:

@@ -18,6 +18,7 @@ from baton.config.golden_file import read_golden
 from baton.config.network import is_loopback
 from baton.control_groups import usable_cpus
 from baton.engine.vllm.interpreter import vllm_version
+from baton.folders import read_small
 from baton.model.locate import HUB_CHECK_S, HubSilentError
 from baton.types.geometry import BLOCK_TOKENS
 from fleet.local.redis_server import server_program
@@ -259,7 +260,7 @@ def _check_template(file: Path) -> None:
     from baton.text.template import ChatTemplate
 
     try:
-        ChatTemplate(file.read_text("utf-8"))
+        ChatTemplate(read_small(file).decode())
     except OSError as error:
         raise ValueError(f"chat_template: cannot read {file}: {error.strerror}") from error
     except ValueError as error:
