@@ -6,7 +6,7 @@ the interpreter in a thread, too, so what one call processes is limited
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Generic, TypeVar
@@ -99,6 +99,24 @@ class OneByOne:
         async with self._locks.get():
             await asyncio.sleep(0)
             return work()
+
+
+class Shared(Generic[_T]):
+    """Result of work that callers of one instant share; it began after each of them called."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._begun = 0
+        self._latest: tuple[int, _T] | None = None
+
+    async def get(self, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Return a result, of other work if that began after this call."""
+        before = self._begun
+        async with self._lock:
+            if self._latest is None or self._latest[0] <= before:
+                self._begun += 1
+                self._latest = (self._begun, await work())
+            return self._latest[1]
 
 
 _LARGE_WORK = LargeWork()  # one per process: threads cost memory

@@ -8,7 +8,7 @@ import pytest
 
 from baton.types.errors import UnavailableError
 from router.frontend import off_loop
-from router.frontend.off_loop import TENANT, LargeWork
+from router.frontend.off_loop import TENANT, LargeWork, Shared
 
 
 async def test_tenants_take_turns_in_the_threads() -> None:
@@ -103,3 +103,24 @@ async def test_freed_memory_is_given_back_after_a_rest_only(monkeypatch):
     await asyncio.sleep(0.6)
     assert (busy, len(given)) == (0, 1)
     assert given[0] >= ended_s
+
+
+async def test_a_shared_result_began_after_each_call_and_faults_are_not_kept() -> None:
+    shared: Shared[int] = Shared()
+    begun = 0
+
+    async def work() -> int:
+        nonlocal begun
+        begun += 1
+        number = begun
+        await asyncio.sleep(0.01)
+        if number == 1:
+            raise OSError("full")
+        return number
+
+    first, *others = await asyncio.gather(
+        *(shared.get(work) for _ in range(20)), return_exceptions=True
+    )
+    assert isinstance(first, OSError)
+    assert others == 19 * [2]
+    assert await shared.get(work) == 3

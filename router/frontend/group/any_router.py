@@ -12,7 +12,7 @@ import asyncio
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -26,6 +26,7 @@ from router.frontend.group.pages import Pages
 from router.frontend.group.past_pages import PastPages
 from router.frontend.group.siblings import OWN_ANSWER, Accept, MakeConnection, Siblings
 from router.frontend.group.together import latest_of, load_of, series_of
+from router.frontend.off_loop import Shared
 
 _PID = b"x-baton-router"
 _SEARCHES = re.compile(
@@ -85,6 +86,9 @@ class AnyRouter:
     together: Mapping[str, str]
     exemplars: Callable[[], Mapping[tuple[object, ...], Exemplar]] = dict
     render: Callable[[], bytes] = bytes
+    pages: dict[bool, Shared[bytes]] = field(
+        default_factory=lambda: {True: Shared(), False: Shared()}
+    )
 
     async def join(self, make_connection: MakeConnection, accept: Accept) -> None:
         """Join the group, now that this router serves; see `Siblings.start`."""
@@ -140,22 +144,28 @@ class AnyRouter:
 
     async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
         accept = Headers(scope=scope).get("accept", "")
-        kept = [field for field in scope["headers"] if field[0] != b"accept"]  # the text is summed
+        kept = [
+            header for header in scope["headers"] if header[0] != b"accept"
+        ]  # the text is summed
         own = await self._ask_own({**scope, "headers": kept}, receive)
         if own.status != 200 or scope["method"] != "GET":
             await own.send(send)
             return
-        answers = await self.siblings.ask_all("/metrics", Headers(scope=scope))
-        answered = {int(answer.headers.get(_PID.decode(), 0)) for answer in answers.values()}
-        pages = [own.body, *(answer.content for answer in answers.values())]
-        page = await asyncio.to_thread(self._add_up, own.body, pages, answered)
-        if openmetrics.is_wanted(accept):
-            page = await asyncio.to_thread(
-                lambda text: openmetrics.openmetrics(text, self.exemplars()), page
-            )
-            others = [field for field in own.start["headers"] if field[0] != b"content-type"]
+        modern = openmetrics.is_wanted(accept)
+        page = await self.pages[modern].get(lambda: self._of_all(scope, own.body, modern))
+        if modern:
+            others = [header for header in own.start["headers"] if header[0] != b"content-type"]
             own.start["headers"] = [*others, (b"content-type", openmetrics.CONTENT_TYPE.encode())]
         await own.send(send, page)
+
+    async def _of_all(self, scope: Scope, own: bytes, modern: bool) -> bytes:
+        answers = await self.siblings.ask_all("/metrics", Headers(scope=scope))
+        answered = {int(answer.headers.get(_PID.decode(), 0)) for answer in answers.values()}
+        pages = [own, *(answer.content for answer in answers.values())]
+        page = await asyncio.to_thread(self._add_up, own, pages, answered)
+        if not modern:
+            return page
+        return await asyncio.to_thread(lambda: openmetrics.openmetrics(page, self.exemplars()))
 
     def _add_up(self, own: bytes, pages: list[bytes], answered: set[int]) -> bytes:
         self.past.keep(own)

@@ -8,7 +8,7 @@ With API keys nothing is checked, because a page has no key.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from socket import gethostname
 
 from starlette.datastructures import Headers
@@ -34,6 +34,29 @@ _DEFAULT_PORTS = ("80", "443")
 _SHOWN_CHARS = 80
 
 
+class OwnNames:
+    """Names by which callers may address a port, as no web page can have them."""
+
+    def __init__(self, host: str, others: Sequence[str]) -> None:
+        self._is_beyond_loopback = not is_loopback(host)
+        names = {host, *others}
+        if self._is_beyond_loopback:
+            names.add(gethostname())
+        self._names = {name.strip("[]").lower() for name in names}
+
+    def __contains__(self, host: str) -> bool:
+        """Return whether ``Host`` is such a name, or an address."""
+        match = _HOST.fullmatch(host)
+        if match is None:
+            return False
+        name = match["name"].strip("[]").lower().removesuffix(".")
+        address = address_of(name)
+        if address is not None:  # DNS plays no part
+            is_here = address.is_loopback or address.is_unspecified
+            return self._is_beyond_loopback or is_here or name in self._names
+        return "." not in name or name.endswith(_LOCAL_ENDS) or name in self._names
+
+
 class PageGuard:
     """ASGI middleware that refuses calls of foreign web pages."""
 
@@ -42,11 +65,7 @@ class PageGuard:
         self._access = router.access
         settings = router.settings
         self._origins = settings.clients.cors_origins
-        self._is_beyond_loopback = not is_loopback(settings.host)
-        names = {settings.host, *settings.clients.hosts}
-        if self._is_beyond_loopback:
-            names.add(gethostname())
-        self._names = {name.strip("[]").lower() for name in names}
+        self._names = OwnNames(settings.host, settings.clients.hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one call of the application."""
@@ -63,7 +82,7 @@ class PageGuard:
     def _problem(self, method: str, headers: Mapping[str, str]) -> str:
         """Return why a call may come from a foreign page, or ""."""
         host = headers.get("host", "")
-        if not self._is_own(host):
+        if host not in self._names:
             return (
                 f"the Host header {host[:_SHOWN_CHARS]!r} is not a name of this router, which has "
                 "no API keys; use its address, or add the name to `clients: {hosts: [NAME]}` in "
@@ -76,18 +95,6 @@ class PageGuard:
             f"a web page of {page!r} may not call this router, which has no API keys; add its "
             "origin to `clients: {cors_origins: [ORIGIN]}` in the fleet file"
         )
-
-    def _is_own(self, host: str) -> bool:
-        """Return whether ``Host`` is a name that no web page can have."""
-        match = _HOST.fullmatch(host)
-        if match is None:
-            return False
-        name = match["name"].strip("[]").lower().removesuffix(".")
-        address = address_of(name)
-        if address is not None:  # DNS plays no part
-            is_here = address.is_loopback or address.is_unspecified
-            return self._is_beyond_loopback or is_here or name in self._names
-        return "." not in name or name.endswith(_LOCAL_ENDS) or name in self._names
 
     def _is_foreign(self, method: str, headers: Mapping[str, str]) -> bool:
         origin = headers.get("origin")

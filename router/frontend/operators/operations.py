@@ -21,6 +21,7 @@ from baton.telemetry.version import version
 from baton.types.errors import UnavailableError
 from baton.types.geometry import BLOCK_TOKENS
 from router.frontend.api.endpoints import Endpoints
+from router.frontend.off_loop import Shared
 from router.frontend.operators.tenant_gauges import TenantGauges
 from router.lane import Lane
 from router.process import Process
@@ -94,14 +95,19 @@ def _add_health(api: Endpoints, router: Process) -> None:
 
 def _add_fleet(api: Endpoints, router: Process) -> None:
     own_version = version()
+    pages: dict[bool, Shared[bytes]] = {True: Shared(), False: Shared()}
 
     @api.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Return metrics in Prometheus' text format, or OpenMetrics if ``Accept`` names it."""
         router.access.check_scrape(request.headers)
-        router.refresh_gauges()
         modern = openmetrics.is_wanted(request.headers.get("accept", ""))
-        page = await asyncio.to_thread(router.metrics.render, in_openmetrics=modern)
+
+        async def render() -> bytes:
+            router.refresh_gauges()
+            return await asyncio.to_thread(router.metrics.render, in_openmetrics=modern)
+
+        page = await pages[modern].get(render)
         kind = openmetrics.CONTENT_TYPE if modern else router.metrics.content_type
         return Response(page, media_type=kind)
 

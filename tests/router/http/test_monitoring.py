@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from baton.config.clients import ApiKeyConfig
+from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
 from baton.config.network import MonitoringConfig
 from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.fleet_token import FleetToken
@@ -33,14 +33,18 @@ async def test_the_port_shows_metrics_and_health_and_closes_all_else(make_fleet)
         monitoring(fleet.app, fleet.router, config) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=OPS) as client,
     ):
-        page = await client.get("/metrics?x=1", headers={"authorization": "", "host": "evil.com"})
+        page = await client.get("/metrics?x=1", headers={"authorization": "", "host": "node-1:1"})
         assert page.status_code == 200
         assert 'baton_workers{role="decode",state="ready"} 1.0' in page.text
         for path in ("/health", "/health/live", "/health/ready", "/ping"):
             assert (await client.get(path)).status_code == 200
         assert (await client.get("/load")).json().keys() == {"server_load"}
-        targets = (await client.get("/fleet/targets", headers={"host": "router.ns:8009"})).json()
-        assert targets[0]["targets"] == ["router.ns:8009"], "the port that scrapers reach"
+        targets = (await client.get("/fleet/targets", headers={"host": "r.local:8009"})).json()
+        assert targets[0]["targets"] == ["r.local:8009"], "the port that scrapers reach"
+        for path in ("/metrics", "/load", "/fleet/targets"):
+            rebound = await client.get(path, headers={"host": "rebound.example"})
+            assert rebound.status_code == 403 and "clients: {hosts:" in rebound.text
+        assert (await client.get("/health", headers={"host": "a.example"})).status_code == 200
         probes = fleet.workers["decode-0"].submissions
         assert [probe.priority for probe in probes] == [0], "the caller's key gives nothing here"
         for method, path in (
@@ -56,6 +60,23 @@ async def test_the_port_shows_metrics_and_health_and_closes_all_else(make_fleet)
             assert (await client.request(method, path)).status_code == 404, (method, path)
     with pytest.raises(httpx.ConnectError):
         await httpx.AsyncClient().get(f"http://127.0.0.1:{port}/health")
+
+
+async def test_scrapes_of_one_instant_share_a_page(make_fleet, monkeypatch):
+    """60 of them made the router wait for 0.3 s."""
+    fleet = await make_fleet({"decode-0": None})
+    whole, made = fleet.router.metrics.render, []
+
+    def render(**options):
+        made.append(options)
+        return whole(**options)
+
+    monkeypatch.setattr(fleet.router.metrics, "render", render)
+    pages = await asyncio.gather(*(fleet.http.get("/metrics") for _ in range(40)))
+    assert {page.status_code for page in pages} == {200}
+    assert len(made) < 10
+    await fleet.chat(max_tokens=1)
+    assert 'baton_requests_total{endpoint="chat"' in (await fleet.http.get("/metrics")).text
 
 
 async def test_the_port_of_a_group_shows_the_sum_of_its_routers(make_fleet):
@@ -96,6 +117,7 @@ def test_silent_clients_of_tls_cannot_take_all_files_of_the_router(tmp_path):
     context.load_cert_chain(files.certificate, files.key)
     process = SimpleNamespace(
         core=SimpleNamespace(fleet_token=FleetToken("secret")),
+        settings=SimpleNamespace(clients=ClientLimitsConfig()),
         observer=SimpleNamespace(task_failed=lambda name: None),
         tasks=BackgroundTasks("test"),
     )
