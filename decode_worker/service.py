@@ -30,6 +30,7 @@ from baton.types.errors import (
 from baton.types.events import StepDone
 from baton.wire.codecs import error_to_wire, scatter
 from baton.wire.compatibility import WIRE_MAX, WIRE_MIN
+from baton.wire.submission import check_submission
 from baton.wire.tokens import pack_tokens
 from baton.wire.worker_status import engine_status
 from decode_worker.parts import WorkerParts
@@ -191,8 +192,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def _begin(self, submission: pb.Submission, session: RouterSession) -> None:
         try:
+            check_submission(submission)
             request = DecodeRequest(submission, session, self._parts)
             request.start()
+        except InvalidRequestError as error:
+            self._refuse(submission.request_id, submission.attempt, session, error)
+            return
         except Exception:  # noqa: BLE001 - a fault of one request must not end the stream of all
             _LOG.exception("cannot take a submission: request=%s", submission.request_id)
             self._parts.count_task_failure("submit")

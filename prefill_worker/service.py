@@ -31,7 +31,7 @@ from baton.wire.capability import refusal
 from baton.wire.codecs import error_to_wire
 from baton.wire.compatibility import disagreement
 from baton.wire.fleet_token import FleetToken
-from baton.wire.submission import submit_from_wire
+from baton.wire.submission import check_submission, submit_from_wire
 from baton.wire.tokens import unpack_tokens
 from kvtransfer import sender
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
@@ -185,6 +185,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         return handoff, False
 
     def _check(self, start: pb.PrefillStart) -> None:
+        check_submission(start)
         if self.draining and not start.held_only:  # what it holds may be resumed elsewhere
             raise UnavailableError("this worker is draining")
         if self._engine.silent:

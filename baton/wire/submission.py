@@ -12,15 +12,45 @@ from batonpb.prefill_pb2 import PrefillStart
 from baton.engine.core.pinned_blocks import Retention
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process.messages import Submit
+from baton.types.block_hashes import HASH_BYTES
+from baton.types.errors import InvalidRequestError
+from baton.types.geometry import TOKEN_BYTES
 from baton.types.images import PromptImage
 from baton.wire.codecs import adapter_from_wire, sampling_from_wire
 from baton.wire.tokens import unpack_tokens
 
+_MOST_CHOICES = 1024  # routers accept 128
+_MOST_LOGPROBS = 1024  # routers accept 20
+_MOST_LEASE_MS = 600_000  # routers ask for 3 s
 _SAME = (
     *("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant"),
     *("hash_seed", "deadline_remaining_ns", "traceparent", "tracestate", "baggage", "lease_ms"),
     *("probe", "router_id", "pooling", "prefix_then", "kv_share"),
 )
+
+
+def check_submission(message: Submission | PrefillStart) -> None:
+    """Raise `InvalidRequestError` for a message that would end a worker or fill its memory."""
+    sampling = message.sampling
+    emitted = [choice.token_ids for choice in getattr(message, "emitted", ())]
+    shares = (message.kv_share, message.retention.share)
+    problems = {
+        f"the hash seed must have {HASH_BYTES} bytes": len(message.hash_seed) != HASH_BYTES,
+        f"n must be 1 to {_MOST_CHOICES}": not 1 <= sampling.n <= _MOST_CHOICES,
+        f"logprobs must be at most {_MOST_LOGPROBS}": sampling.logprobs > _MOST_LOGPROBS,
+        f"prompt_logprobs must be 0 to {_MOST_LOGPROBS}": (
+            not 0 <= sampling.prompt_logprobs <= _MOST_LOGPROBS + 1
+        ),
+        "shares of the cache must be 0 to 1": not all(0 <= share <= 1 for share in shares),
+        f"lease_ms must be at most {_MOST_LEASE_MS}": message.lease_ms > _MOST_LEASE_MS,
+        "tokens must be uint32": any(
+            len(packed) % TOKEN_BYTES
+            for packed in (message.prompt_tokens, *sampling.bad_words, *emitted)
+        ),
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            raise InvalidRequestError(problem)
 
 
 def replace_prefix(submission: Submission, replacement: PrefillReplacement) -> None:

@@ -1,6 +1,7 @@
 """Faults of a decode worker's own, a step loop that stands still, and prefill workers that die."""
 
 import asyncio
+import math
 import os
 import signal
 
@@ -62,7 +63,17 @@ async def test_a_malformed_submission_is_refused_alone(disaggregated: bool) -> N
         await router.submit("bias", PROMPT, target, sampling=bias)
         await router.submit("words", PROMPT, target, sampling={"bad_words": [b"\xff" * 4]})
         await router.submit("resumed", PROMPT, target, emitted=[[2**31]])
-        for name in ("ragged", "none", "prompt", "stop", "bias", "words", "resumed"):
+        wrong = {
+            "many": {"sampling": {"n": 2**31}},
+            "scored": {"sampling": {"prompt_logprobs": -(2**31)}},
+            "alternatives": {"sampling": {"logprobs": 2**31 - 1}},
+            "share": {"kv_share": math.nan},
+            "seed": {"hash_seed": b"abc"},
+            "lease": {"lease_ms": 2**32 - 1},
+        }
+        for name, fields in wrong.items():
+            await router.submit(name, PROMPT, target, **fields)
+        for name in ("ragged", "none", "prompt", "stop", "bias", "words", "resumed", *wrong):
             assert (await router.ended(name)).error.code == "invalid_request"
         await router.submit("good", PROMPT, prefill)
         assert not (await router.ended("good")).HasField("error")
