@@ -6,16 +6,14 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from baton.types.printable import UNPRINTABLE
+
 KeyPath = tuple[str | int, ...]
 _MAX_DEPTH = 8
 _MAX_PLACES = 100_000  # aliases of aliases multiply: a few lines can stand for 10^9 values
 _TEXT = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _NOT_DECIMAL = re.compile(r"[-+]?0[0-7_]+|.*:.*")  # 010 is 8 and 1:30 is 90 in YAML 1.1
-# Values reach logs and terminals: control characters, marks that reverse text, half characters.
-_UNPRINTABLE = re.compile(
-    r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
 
 
 class YamlTextError(ValueError):
@@ -129,5 +127,5 @@ def _check_scalar(
 
 
 def _check_printable(text: object, line: int) -> None:
-    if found := _UNPRINTABLE.search(f"{text}"):
+    if found := UNPRINTABLE.search(f"{text}"):
         raise YamlTextError(f"contains {found[0]!a}, which cannot be printed", line)

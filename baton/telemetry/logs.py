@@ -16,9 +16,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 from pythonjsonlogger.msgspec import MsgspecFormatter
+
+from baton.types.printable import printable
 
 LogFormat = Literal["text", "json"]
 
@@ -110,7 +112,11 @@ class _TextLines(logging.Formatter):
             )
             if getattr(record, field, "")
         ]
-        return f"{line} [{' '.join(ids)}]" if ids else line
+        whole = f"{line} [{' '.join(ids)}]" if ids else line
+        return printable(whole).replace("\n", "\\n")  # no text of others forges a line
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        return printable(super().formatException(ei))
 
 
 class _JsonLines(MsgspecFormatter):

@@ -60,6 +60,18 @@ def test_a_line_of_json_is_one_object_whatever_happened() -> None:
     assert found["time"].endswith("+00:00")
 
 
+def test_no_text_of_others_forges_a_line_or_steers_a_terminal() -> None:
+    stream = io.StringIO()
+    set_up_logs("text", stream)
+    try:
+        raise ValueError("\x1b[2J")
+    except ValueError:
+        logging.getLogger("x").exception("name=%s", "a\n2026 ERROR router: forged\x1b[31m\u202e")
+    first, *rest = stream.getvalue().splitlines()
+    assert first.endswith(r"name=a\n2026 ERROR router: forged\x1b[31m\u202e")
+    assert rest[-1] == r"ValueError: \x1b[2J"
+
+
 async def test_tasks_that_begin_in_a_request_belong_to_it() -> None:
     stream = written("json")
 
