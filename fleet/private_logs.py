@@ -16,5 +16,5 @@ def open_log(file: Path) -> BinaryIO:
 
 def logs_of(name: str, folder: Path) -> list[Path]:
     """Return the log files of a process, or of all, sorted. ``worker-1`` excludes ``worker-10``."""
-    files = folder.glob(f"{name}*.log")
+    files = (path for path in folder.glob("*.log") if path.name.startswith(name))
     return sorted(path for path in files if not path.name[len(name) :][:1].isdigit())

@@ -8,12 +8,14 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from fleet.cli.common import FleetOption, fail
+from baton.types.printable import printable_json
+from fleet.cli.common import FleetOption, exits_on, fail
 from fleet.cli.reach import client_of
 from loadtest.reasons import answer_reason, http_reason
 
 _ENDED = ("completed", "failed", "expired", "cancelled")
 _POLL_S = 1.0
+_MOST_LINE_BYTES = 64 << 20  # a device has lines without an end
 
 
 def batch(
@@ -32,7 +34,7 @@ def batch(
     Results are written to FILE.output.jsonl, and to FILE.errors.jsonl if any request failed (exit
     code 1). The API key is read from OPENAI_API_KEY. Ctrl-C stops the waiting, not the batch.
     """
-    with client_of(fleet, url) as client:
+    with exits_on(httpx.InvalidURL, UnicodeError), client_of(fleet, url) as client:
         try:
             _run(client, file, window, wait=wait)
         except httpx.HTTPError as error:
@@ -67,7 +69,7 @@ def _begin(client: httpx.Client, path: Path, window: str) -> dict[str, Any]:
     """Upload the file and create a batch for the endpoint that its first line names."""
     try:
         with path.open("rb") as lines:
-            first = json.loads(lines.readline().removeprefix(b"\xef\xbb\xbf"))
+            first = json.loads(lines.readline(_MOST_LINE_BYTES).removeprefix(b"\xef\xbb\xbf"))
             lines.seek(0)
             sent = _json(
                 client.post(
@@ -125,9 +127,9 @@ def _fetch(client: httpx.Client, record: dict[str, Any], path: Path) -> None:
 def _json(answer: httpx.Response) -> dict[str, Any]:
     """Return the object in a response, or exit with the router's error message."""
     try:
-        body = answer.json()
+        body = printable_json(answer.json())
     except ValueError:
         body = None
     if not answer.is_success or not isinstance(body, dict):
         fail(answer_reason(answer))
-    return body
+    return dict(body)

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from fleet.cli.common import FleetOption, emulated_note, fail, show_error
+from baton.types.printable import printable
+from fleet.cli.common import FleetOption, emulated_note, exits_on, fail, show_error
 from fleet.cli.reach import client_of
 from loadtest.reasons import answer_reason, http_reason
 
@@ -33,7 +34,8 @@ def chat(
 
     The API key is read from OPENAI_API_KEY.
     """
-    with client_of(fleet, url, {"x-baton-mode": mode}) as client:
+    headers = {"x-baton-mode": mode}
+    with exits_on(httpx.InvalidURL, UnicodeError), client_of(fleet, url, headers) as client:
         try:
             _talk(client, prompt, {"max_tokens": max_tokens, "temperature": temperature})
         except httpx.HTTPError as error:
@@ -83,14 +85,15 @@ def _ask(
                 continue
             event = json.loads(line[len("data: ") :])
             if "error" in event:
-                typer.secho(f"\n{event['error']['message']}", fg="red", err=True)
+                typer.echo()
+                show_error(event["error"]["message"])
                 return None
             for choice in event["choices"]:
                 text = choice["delta"].get("content") or ""
                 parts.append(text)
-                typer.echo(text, nl=False)
+                typer.echo(printable(text), nl=False)  # a model could steer the terminal
         typer.echo()
-        typer.secho(answer.headers.get("x-baton-route", ""), dim=True, err=True)
+        typer.secho(printable(answer.headers.get("x-baton-route", "")), dim=True, err=True)
         if timing := answer.headers.get("x-baton-emulated"):
-            typer.secho(emulated_note(timing), fg="yellow", err=True)
+            typer.secho(emulated_note(printable(timing)), fg="yellow", err=True)
     return "".join(parts)

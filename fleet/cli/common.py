@@ -17,12 +17,14 @@ from rich.markup import escape
 
 from baton.config.fleet_file import FleetConfig
 from baton.config.load import ConfigError, load_config
+from baton.types.printable import printable_json
 from fleet.local import state as fleet_state
 from fleet.local.http_trust import trusted
 from fleet.local.state import FleetState
 from loadtest.reasons import http_reason
 
 DEFAULT_FILE = Path("deploy/local.yaml")
+_SHOWN_CHARS = 200
 NOT_RUNNING = 3  # exit code, as systemctl's
 
 FileArgument = Annotated[
@@ -121,7 +123,9 @@ def get_json(state: FleetState | RemoteFleet, path: str, **parameters: str | int
         )
         if answer.status_code == HTTPStatus.NOT_FOUND:
             fail(f"{path}: {answer.json()['error']['message']}")
-        return answer.raise_for_status().json()
+        return printable_json(answer.raise_for_status().json())
+    except httpx.InvalidURL as error:
+        fail(f"{state.url}{path[:_SHOWN_CHARS]}: {error}")
     except httpx.HTTPError as error:
         fail(f"{state.url}{path}: {http_reason(error)}; see `baton logs router`")
 

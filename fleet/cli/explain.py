@@ -1,8 +1,10 @@
 """`baton explain`: the placement of a request, and where its time went."""
 
 import json
+import os
 import time
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -44,7 +46,7 @@ def explain(
         answer = get_json(state, "/fleet/requests", limit=limit, order=order)
         shown: RenderableType = list_of(answer["requests"])
     else:
-        answer = get_json(state, f"/fleet/requests/{request_id}")
+        answer = get_json(state, f"/fleet/requests/{quote(os.fsencode(request_id), safe='')}")
         shown = Group(*(report_of(part) for part in answer.get("parts", [answer])))
     if as_json:
         typer.echo(json.dumps(answer, indent=2))

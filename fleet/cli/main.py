@@ -126,6 +126,11 @@ def root(
 def main() -> None:
     """Entry point of the `baton` script."""
     try:
+        "".join(sys.argv).encode()
+    except UnicodeEncodeError:
+        import_module("fleet.cli.common").show_error("the arguments must be UTF-8 text")
+        sys.exit(2)
+    try:
         app()
     except NoHomeError as error:
         import_module("fleet.cli.common").show_error(str(error))

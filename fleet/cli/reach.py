@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from baton.types.printable import printable_json
 from fleet.cli.common import FleetOption, RemoteFleet, bearer, fail, running_fleet
 from fleet.local.audited import operator_name
 from fleet.local.http_trust import trusted
@@ -147,11 +148,11 @@ def ask_router(
         )
         if answer.status_code != httpx.codes.OK:
             fail(f"{place.url}: {answer.json()['error']['message']}")
-        response = answer.json()
+        response = printable_json(answer.json())
         if not isinstance(response, dict):
             raise TypeError("the response is no JSON object")
-        return response
+        return dict(response)
     except httpx.HTTPError as error:
         fail(f"{place.url}{path}: {http_reason(error)}")
-    except (ValueError, KeyError, TypeError) as error:
-        fail(f"{place.url}{path}: {error}")
+    except (httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        fail(f"{place.url}{path[:200]}: {error}")

@@ -2,10 +2,12 @@
 
 import csv
 import json
+import os
 import sys
 import time
 from datetime import UTC, datetime
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -55,7 +57,8 @@ def usage(
     begin_s = _seconds(begin, "--from") if begin else end_s - _DAY_S
     if begin_s >= end_s:
         fail("--from must be before --to")
-    path = f"/fleet/usage?start_time={begin_s}&end_time={end_s}&by={by.replace(' ', '')}"
+    names_asked = quote(os.fsencode(by.replace(" ", "")))
+    path = f"/fleet/usage?start_time={begin_s}&end_time={end_s}&by={names_asked}"
     used = ask_router(at.reach(), "GET", path)
     names = [name for name in _NAMES if name in by.split(",")]
     if as_json:

@@ -18,6 +18,7 @@ from baton.config.yaml_text import dotted
 _SIZE = re.compile(r"(\d+)([kKmMgGtT]?)|(\d*\.\d+)([kmgt])")
 _NAME = re.compile(r"^--\w[\w-]*")
 _PAIR = ("name", "path")
+_MOST_NAME_CHARS = 255  # of a path relative to this folder
 _WORDS = {
     **dict.fromkeys(("bfloat16", "bf16"), "bf16"),
     **dict.fromkeys(("float", "float32"), "fp32"),
@@ -169,7 +170,8 @@ def reference(model: str | None, revision: str | None = None) -> str | None:
     """Return a model as a fleet file names it; what is no file here is a repository of the hub."""
     if model is None or ":" in model:
         return model
-    if Path(model).exists() or model.startswith(("/", ".")):
+    is_name = len(model) > _MOST_NAME_CHARS or not Path(model).exists()
+    if model.startswith(("/", ".")) or not is_name:
         return _file(model)
     return f"hub:{model}" + (f"@{revision}" if revision else "")
 
