@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from baton.types.printable import UNPRINTABLE
+from baton.printable import UNPRINTABLE
 
 KeyPath = tuple[str | int, ...]
 _MAX_DEPTH = 8

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 from pythonjsonlogger.msgspec import MsgspecFormatter
 
-from baton.types.printable import printable
+from baton.printable import printable
 
 LogFormat = Literal["text", "json"]
 

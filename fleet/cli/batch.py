@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from baton.types.printable import printable_json
+from baton.printable import printable_json
 from fleet.cli.common import FleetOption, exits_on, fail
 from fleet.cli.reach import client_of
 from loadtest.reasons import answer_reason, http_reason

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from baton.types.printable import printable
+from baton.printable import printable
 from fleet.cli.common import FleetOption, emulated_note, exits_on, fail, show_error
 from fleet.cli.reach import client_of
 from loadtest.reasons import answer_reason, http_reason

@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from baton.config.fleet_file import FleetConfig
 from baton.config.load import ConfigError, load_config
-from baton.types.printable import printable_json
+from baton.printable import printable_json
 from fleet.local import state as fleet_state
 from fleet.local.http_trust import trusted
 from fleet.local.state import FleetState

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from baton.types.printable import printable_json
+from baton.printable import printable_json
 from fleet.cli.common import FleetOption, RemoteFleet, bearer, fail, running_fleet
 from fleet.local.audited import operator_name
 from fleet.local.http_trust import trusted
