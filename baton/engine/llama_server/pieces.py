@@ -28,11 +28,19 @@ class TokenPieces:
                 piece = self.spell(token)
                 if piece and len(piece) <= _LONGEST_BYTES:
                     self._by_bytes.setdefault(piece, token)
+        return self._find(text, count, set())
+
+    def _find(self, text: bytes, count: int, failed: set[tuple[int, int]]) -> tuple[int, ...]:
+        """Return the tokens; ``failed`` are lengths of the text's ends, and counts, without any."""
+        key = len(text), count
+        if key in failed or len(text) > count * _LONGEST_BYTES:
+            return ()
         if count == 1:
             only = self._by_bytes.get(text)
             return () if only is None else (only,)
         for size in range(min(len(text) - count + 1, _LONGEST_BYTES), 0, -1):
             first = self._by_bytes.get(text[:size])
-            if first is not None and (rest := self.split(text[size:], count - 1)):
+            if first is not None and (rest := self._find(text[size:], count - 1, failed)):
                 return (first, *rest)
+        failed.add(key)
         return ()
