@@ -263,12 +263,7 @@ class AttachedEngine(RemoteEngine):
         most = request.spec.params.max_tokens
         checked: list[ev.Tokens] = []
         for run in reports:
-            largest = max((sampled.token for sampled in run.tokens), default=0)
-            if largest >= self._vocab_size:
-                raise InternalError(
-                    f"{self._origin.name} sent token {largest}, and the model has "
-                    f"{self._vocab_size} tokens: it serves another model"
-                )
+            self._check_vocabulary(run.tokens)
             room = most - run.index
             is_too_long = len(run.tokens) + (not run.finish_reason) > room
             checked.append(_cut_at(run, room) if is_too_long else run)

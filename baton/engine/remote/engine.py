@@ -24,9 +24,10 @@ from baton.engine.remote.load import LoadMeter, SequenceProgress
 from baton.engine.remote.response import ResponseReader, error_in
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types import events as ev
-from baton.types.errors import BatonError, CancelledError_
+from baton.types.errors import BatonError, CancelledError_, InternalError
 from baton.types.geometry import TOKEN_BYTES
 from baton.types.images import hashed_tokens
+from baton.types.params import SampledToken
 
 _SETTLE_S = 0.02
 _ERROR_BYTES = 1 << 20  # of a response with another status than 200
@@ -112,6 +113,15 @@ class RemoteEngine(ABC):
         return reports
 
     def _on_lost(self, request: LiveRequest, why: str) -> None:
+    def _check_vocabulary(self, tokens: Sequence[SampledToken]) -> None:
+        """Raise an error of the server if the model does not have all these tokens."""
+        largest = max((sampled.token for sampled in tokens), default=0)
+        if largest >= self._vocab_size:
+            raise InternalError(
+                f"{self._origin.name} sent token {largest}, and the model has "
+                f"{self._vocab_size} tokens: it serves another model"
+            )
+
         """Handle a connection that failed, or a stream that broke off."""
         self._break(why)
 

@@ -346,6 +346,7 @@ class VllmEngine(RemoteEngine):
         try:
             answer = protocol.read_chunk(response)
             token = protocol.first_token(answer, spec.params.logprobs)
+            self._check_vocabulary([token])
             held: Parameters = {}
             if wanted is not None:
                 held = self._hand_off.held(request, answer.kv_transfer_params)

@@ -34,7 +34,9 @@ class NixlHandOff(HandOff):
 
     def held(self, request: LiveRequest, returned: Parameters | None) -> Parameters:
         """Return the parameters, which are of the whole prompt."""
-        if not returned or not returned.get("remote_block_ids"):
+        groups = (returned or {}).get("remote_block_ids")
+        is_list = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
+        if not returned or not groups or not is_list:
             raise InternalError("vLLM holds no KV for another worker: it has no NixlConnector")
         tokens = returned.get("remote_num_tokens")
         prompt_tokens = len(request.prompt)

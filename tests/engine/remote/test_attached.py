@@ -33,7 +33,7 @@ def checked(*runs: ev.Tokens) -> tuple[list[ev.Tokens], bool]:
         sufficed=set(),
         exchanges={0: exchange},
     )
-    engine: Any = SimpleNamespace(_vocab_size=100)
+    engine: Any = SimpleNamespace(_check_vocabulary=lambda tokens: None)
     return AttachedEngine._checked(engine, request, 0, list(runs)), exchange.closed
 
 

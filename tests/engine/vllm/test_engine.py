@@ -471,6 +471,14 @@ async def test_a_first_token_that_cannot_be_read_ends_the_request(running: Runni
     assert not running.engine.broken.done()
 
 
+async def test_a_first_token_of_another_model_ends_the_request(running: Running) -> None:
+    answer = msgspec.json.decode(PREFILL)
+    answer["choices"][0]["token_ids"] = [VOCABULARY]
+    running.replay.reply = sending(msgspec.json.encode(answer))
+    running.submit(LONG, Kind.PREFILL)
+    assert f"sent token {VOCABULARY}" in (await running.end()).error_message
+
+
 async def test_a_cancelled_prompt_is_aborted_in_vllm(running: Running) -> None:
     async def never(writer: asyncio.StreamWriter) -> None:
         pass

@@ -49,7 +49,10 @@ def test_a_vllm_that_holds_less_than_the_prompt_is_refused() -> None:
     """Models with a recurrent state leave the last token to the decode worker."""
     with pytest.raises(InternalError, match="199 of 200 prompt tokens"):
         HAND_OFF.held(request(LONG), {**parameters(), "remote_num_tokens": 199})
-    for nothing in (None, {}, {"remote_block_ids": []}):
+    for odd in ([], 5, "12", [1, 2], [[1], None]):
+        with pytest.raises(InternalError, match="no NixlConnector"):
+            HAND_OFF.held(request(LONG), {**parameters(), "remote_block_ids": odd})
+    for nothing in (None, {}):
         with pytest.raises(InternalError, match="no NixlConnector"):
             HAND_OFF.held(request(LONG), nothing)
 
