@@ -30,6 +30,7 @@ from baton.types.images import hashed_tokens
 from baton.types.params import SampledToken
 
 _SETTLE_S = 0.02
+_USAGE_S = 2.0  # from the finish reason to the end of a stream, with the count of cached tokens
 _ERROR_BYTES = 1 << 20  # of a response with another status than 200
 
 
@@ -339,12 +340,22 @@ class RemoteEngine(ABC):
             if step is not None:
                 sent.append(step)
             request.keep(tokens)
+            if tokens.finish_reason:
+                of = request.submit.request_id, request.run, choice
+                asyncio.get_running_loop().call_later(_USAGE_S, self._suffice, *of)
             if tokens.finish_reason and request.computes:
                 request.last[choice] = tokens  # the server's count of cached tokens follows
             else:
                 sent.append(tokens)
         if sent:
             self._on_progress(request, choice, sent)
+
+    def _suffice(self, request_id: str, run: int, choice: int) -> None:
+        """End a choice that has its finish reason, and whose stream the server keeps open."""
+        request = self._requests.get(request_id)
+        if request is not None and self._wants(request, choice, run):
+            request.sufficed.add(choice)
+            request.exchanges[choice].close()
 
     def _count(self, request: LiveRequest, choice: int, tokens: int) -> ev.StepDone | None:
         """Note the arrival of tokens; return the step that it ends, if any."""
