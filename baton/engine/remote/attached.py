@@ -211,6 +211,7 @@ class AttachedEngine(RemoteEngine):
     """Policy for faults of a server that Baton did not start."""
 
     _failures = 0
+    _failed_ns = 0  # when the last one was counted
     _watch: ServerWatch
 
     def _look_after(
@@ -281,19 +282,18 @@ class AttachedEngine(RemoteEngine):
         self._watch.suspect()
         if self._recovers(request, why):
             return
+        if request.submitted_ns > self._failed_ns:  # else the same fault may have cut its stream
+            self._failures += 1
+            self._failed_ns = time.monotonic_ns()
         self._end_failed(request, UnavailableError(why))
+        if self._failures >= _MOST_FAILURES:
+            self._break(f"{self._failures} requests in a row failed, the last: {why}")
 
     async def _on_failure(self, request: LiveRequest, error: BatonError) -> None:
         if isinstance(error, InvalidRequestError):
             self._end_failed(request, error)
-            return
-        if self._recovers(request, error.message):
-            return
-        self._watch.suspect()
-        self._failures += 1
-        self._end_failed(request, UnavailableError(error.message))
-        if self._failures >= _MOST_FAILURES:
-            self._break(f"{self._failures} requests in a row failed, the last: {error.message}")
+        else:
+            self._on_lost(request, error.message)
 
     def _on_end(self, request: LiveRequest) -> None:
         if request.admitted:

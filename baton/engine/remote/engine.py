@@ -113,7 +113,6 @@ class RemoteEngine(ABC):
         """
         return reports
 
-    def _on_lost(self, request: LiveRequest, why: str) -> None:
     def _check_vocabulary(self, tokens: Sequence[SampledToken]) -> None:
         """Raise an error of the server if the model does not have all these tokens."""
         largest = max((sampled.token for sampled in tokens), default=0)
@@ -123,6 +122,7 @@ class RemoteEngine(ABC):
                 f"{self._vocab_size} tokens: it serves another model"
             )
 
+    def _on_lost(self, request: LiveRequest, why: str) -> None:
         """Handle a connection that failed, or a stream that broke off."""
         self._break(why)
 
