@@ -9,7 +9,7 @@ import msgspec
 
 from baton.engine.remote.cached_prefixes import CachedPrefixes, Work
 from baton.engine.vllm.control import log
-from baton.engine.vllm.kv_events import REPLAY_END, CachedBlocks, EventOrder
+from baton.engine.vllm.kv_events import REPLAY_END, CachedBlocks, EventOrder, parts_of
 from baton.types.errors import InternalError
 from baton.types.events import CacheChanged
 from baton.types.geometry import BLOCK_TOKENS
@@ -23,6 +23,7 @@ _REPLAY_S = 30.0  # for a whole replay, while live batches are held
 _REPLAYS = 2  # then what is missing is lost: the held batches would fill the memory
 _ARRIVE_S = 1.0
 _ARRIVE_TRIES = 3
+_BATCH_BYTES = 4 << 20  # of one step; the connection of a longer one is closed
 _PARTS = 3  # topic, number, batch
 _UNREADABLE = (msgspec.DecodeError, ArithmeticError, LookupError, ValueError)
 
@@ -46,8 +47,8 @@ class KvEventsClient:
         self._replay_at = replay
         self._order = EventOrder()
         self._gap = asyncio.Event()
-        self._context = zmq.asyncio.Context()
-        self._context.setsockopt(zmq.IPV6, "[" in stream)  # with it, names mean their IPv6
+        self._applying = asyncio.Lock()
+        self._context = _context_for(stream)
 
     def close(self) -> None:
         """Free the sockets; the tasks of ``run`` and ``fill_gaps`` have ended."""
@@ -60,7 +61,7 @@ class KvEventsClient:
             events.connect(self._stream)
             self._gap.set()  # requests what was published before
             while True:
-                self._live(await events.recv_multipart())
+                await self._live(await events.recv_multipart())
                 await asyncio.sleep(0)  # receiving what is there takes no turn of the loop
 
     async def fill_gaps(self) -> None:
@@ -68,22 +69,23 @@ class KvEventsClient:
         while True:
             await self._gap.wait()
             self._gap.clear()
-            while (number := self._order.missing_from) is not None:
-                if not self._replay_at or not await self._is_replayed(number):
-                    self._replay_ended()
+            while self._order.misses:
+                if not self._replay_at or not await self._is_replayed():
+                    await self._replay_ended()
 
-    def _live(self, parts: list[bytes]) -> None:
+    async def _live(self, parts: list[bytes]) -> None:
         _, number, payload = parts
-        self._apply(self._order.live(int.from_bytes(number, "big"), payload))
-        if self._order.missing_from is not None:
+        async with self._applying:
+            await self._apply(self._order.live(int.from_bytes(number, "big"), payload))
+        if self._order.misses:
             self._gap.set()
 
-    async def _is_replayed(self, number: int) -> bool:
-        """Return whether the batches from a number on were repeated, as far as vLLM has them."""
+    async def _is_replayed(self) -> bool:
+        """Return whether the missing batches were repeated, as far as vLLM has them."""
         for _ in range(_REPLAYS):
+            number = self._order.next
             try:
-                async with asyncio.timeout(_REPLAY_S):
-                    await self._replay(number)
+                await self._replay(number)
             except TimeoutError:
                 log(f"vLLM does not repeat its KV events from number {number} on")
             else:
@@ -91,6 +93,7 @@ class KvEventsClient:
         return False
 
     async def _replay(self, number: int) -> None:
+        until_s = asyncio.get_running_loop().time() + _REPLAY_S
         with self._context.socket(zmq.DEALER) as replay:
             replay.linger = 0
             replay.rcvhwm = 0  # vLLM discards what its peer does not take at once
@@ -98,39 +101,52 @@ class KvEventsClient:
             await replay.send_multipart([b"", number.to_bytes(8, "big")])
             has_more = True
             while has_more:
-                has_more = self._replayed(await replay.recv_multipart())
+                async with asyncio.timeout_at(until_s):
+                    parts = await replay.recv_multipart()
+                has_more = await self._replayed(parts)
                 await asyncio.sleep(0)  # as above
 
-    def _replayed(self, parts: list[bytes]) -> bool:
+    async def _replayed(self, parts: list[bytes]) -> bool:
         """Take one message of a replay; return whether more follow."""
         *_, number, payload = parts
         at = int.from_bytes(number, "big", signed=True)
         if at != REPLAY_END:
-            self._apply(self._order.replayed(at, payload))
+            async with self._applying:
+                await self._apply(self._order.replayed(at, payload))
             return True
-        self._replay_ended()
+        await self._replay_ended()
         return False
 
-    def _replay_ended(self) -> None:
-        if self._order.replay_ended():
-            log("KV events are lost: forgetting the cached blocks of this worker")
-            self.on_change(self.cached.clear())
-        self._apply(self._order.take_ready())
+    async def _replay_ended(self) -> None:
+        async with self._applying:
+            if self._order.replay_ended():
+                log("KV events are lost: forgetting the cached blocks of this worker")
+                self.on_change(self.cached.clear())
+            await self._apply(self._order.take_ready())
 
-    def _apply(self, payloads: list[bytes]) -> None:
-        for payload in payloads:
-            try:
-                change = self.cached.apply(payload)
-            except _UNREADABLE as error:
-                raise InternalError(f"vLLM sent KV events of an unknown format: {error}") from None
-            if change != CacheChanged((), ()):
-                self.on_change(change)
+    async def _apply(self, payloads: list[bytes]) -> None:
+        """Apply batches; other tasks have their turn between the parts of one."""
+        try:
+            for payload in payloads:
+                for part in parts_of(payload):
+                    change = self.cached.take(part)
+                    if change != CacheChanged((), ()):
+                        self.on_change(change)
+                    await asyncio.sleep(0)
+        except _UNREADABLE as error:
+            raise InternalError(f"vLLM sent KV events of an unknown format: {error}") from None
+
+
+def _context_for(stream: str) -> zmq.asyncio.Context:
+    context = zmq.asyncio.Context()
+    context.setsockopt(zmq.IPV6, "[" in stream)  # with it, names mean their IPv6
+    context.setsockopt(zmq.MAXMSGSIZE, _BATCH_BYTES)
+    return context
 
 
 async def arrive(stream: str, compute: Callable[[str], Awaitable[object]]) -> bool:
     """Return whether readable events arrive of prompts that ``compute`` sends with a cache salt."""
-    context = zmq.asyncio.Context()
-    context.setsockopt(zmq.IPV6, "[" in stream)
+    context = _context_for(stream)
     try:
         events = context.socket(zmq.SUB)
         events.subscribe(b"")

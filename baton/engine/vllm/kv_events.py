@@ -16,7 +16,7 @@ the pool had them. The tier of Baton's index has the blocks of both.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -65,52 +65,92 @@ class KvEventBatch(msgspec.Struct, frozen=True, array_like=True):
     """Events of one engine step."""
 
     ts: float
-    events: tuple[BlockStored | BlockRemoved | AllBlocksCleared, ...]
+    events: "tuple[Event, ...]"
 
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 _decoder = msgspec.msgpack.Decoder(KvEventBatch)
+_PART_BLOCKS = 1000  # they take 8 ms
+
+
+def parts_of(payload: bytes) -> Iterator[list[Event]]:
+    """Return the events of a batch in parts of a bounded number of blocks.
+
+    Raises:
+        msgspec.DecodeError: The batch is of an unknown format.
+    """
+    part: list[Event] = []
+    blocks = 0
+    for event in _decoder.decode(payload).events:
+        for piece in _pieces(event):
+            part.append(piece)
+            blocks += 1 if isinstance(piece, AllBlocksCleared) else len(piece.block_hashes) + 1
+            if blocks >= _PART_BLOCKS:
+                yield part
+                part = []
+                blocks = 0
+    yield part
+
+
+def _pieces(event: Event) -> Iterator[Event]:
+    """Return an event of many blocks as several ones."""
+    if isinstance(event, AllBlocksCleared) or len(event.block_hashes) <= _PART_BLOCKS:
+        yield event
+        return
+    for at in range(0, len(event.block_hashes), _PART_BLOCKS):
+        of = slice(at, at + _PART_BLOCKS)
+        piece = msgspec.structs.replace(event, block_hashes=event.block_hashes[of])
+        if isinstance(event, BlockStored) and isinstance(piece, BlockStored):
+            size = event.block_size
+            piece = msgspec.structs.replace(
+                piece,
+                parent_block_hash=event.block_hashes[at - 1] if at else event.parent_block_hash,
+                token_ids=event.token_ids[of.start * size : of.stop * size],
+                extra_keys=event.extra_keys[of] if event.extra_keys else None,
+            )
+        yield piece
 
 
 class EventOrder:
     """Order of numbered batches from the live stream and from replays.
 
     Attributes:
-        missing_from: First number to request from the replay; None if nothing is missing.
+        misses: Whether the replay must repeat batches, from the one with number ``next`` on.
     """
 
     def __init__(self) -> None:
-        self.missing_from: int | None = 0  # the stream may begin before the subscription
-        self._next = 0
+        self.misses = True  # the stream may begin before the subscription
+        self.next = 0
         self._held: dict[int, bytes] = {}  # live batches behind a gap
 
     def live(self, number: int, payload: bytes) -> list[bytes]:
         """Take a batch of the live stream, and return those that can be applied."""
-        if number >= self._next:
+        if number >= self.next:
             self._held[number] = payload
-            if number > self._next and self.missing_from is None:
-                self.missing_from = self._next
+            self.misses = self.misses or number > self.next
         return self.take_ready()
 
     def replayed(self, number: int, payload: bytes) -> list[bytes]:
         """Take a repeated batch, and return those that can be applied."""
-        if number >= self._next:
+        if number >= self.next:
             self._held[number] = payload
         return self.take_ready()
 
     def replay_ended(self) -> bool:
         """Note the end of a replay; return whether batches are lost, so the cache is unknown."""
-        self.missing_from = None
-        lost = bool(self._held) and self._next not in self._held
+        self.misses = False
+        lost = bool(self._held) and self.next not in self._held
         if lost:
-            self._next = min(self._held)
+            self.next = min(self._held)
         return lost
 
     def take_ready(self) -> list[bytes]:
         """Return the batches that can be applied, in order."""
         ready = []
-        while (payload := self._held.pop(self._next, None)) is not None:
+        while (payload := self._held.pop(self.next, None)) is not None:
             ready.append(payload)
-            self._next += 1
+            self.next += 1
         return ready
 
 
@@ -154,9 +194,13 @@ class CachedBlocks:
         Raises:
             msgspec.DecodeError: The batch is of an unknown format.
         """
+        return self.take(_decoder.decode(payload).events)
+
+    def take(self, events: Iterable[Event]) -> CacheChanged:
+        """Apply events of a batch, and return what Baton's index gains and loses."""
         pool = _Changes(self._held)
         reach = _Changes(self._reach, counts_any=self._has_tier)
-        for event in _decoder.decode(payload).events:
+        for event in events:
             match event:
                 case BlockStored() if _in_pool(event.medium, event.group_idx):
                     self._store(event, pool, reach)
