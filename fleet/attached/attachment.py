@@ -10,6 +10,7 @@ The server itself is never changed.
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -34,6 +35,8 @@ from fleet.worker.worker import DRAIN_S, Worker
 _LOG = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+_STEADY_S = 30.0  # a worker that lives as long is followed by another one at once
+_MOST_PAUSE_S = 30.0  # behind short lives
 _REASON_CHARACTERS = 400
 _UNFIT_RETRY_S = 3.0
 _LOST_DRAIN_S = 1.0  # for routers to take the requests of a server that is gone
@@ -104,12 +107,17 @@ class Attachment:
     async def run(self) -> None:
         """Keep a worker for the server while it is healthy, until it leaves."""
         logged = ""
+        pause_s = 0.0
         while not self._left.done():
             try:
                 found = await self._examine()
                 if found is not None:
+                    began_s = time.monotonic()
                     await self._serve(*found)
                     logged = ""
+                    is_steady = time.monotonic() - began_s >= _STEADY_S
+                    pause_s = 0.0 if is_steady else min(max(2 * pause_s, _RETRY_S), _MOST_PAUSE_S)
+                    await self._pause(pause_s)
             except UnfitServerError as error:
                 self._show("unfit", error.message)
                 await self._pause(_UNFIT_RETRY_S)

@@ -1,7 +1,9 @@
 """Life of an attached server: where it connects to, beside kinds of servers that only note it."""
 
 import asyncio
+import itertools
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,33 @@ async def test_an_unexpected_error_is_shown_and_does_not_end_the_attachment(
         one.leave()
         await running
     server.close()
+
+
+async def test_a_server_that_ends_each_life_at_once_is_attached_ever_more_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that sends KV events that cannot be read was attached again without a pause."""
+    monkeypatch.setattr(attachment, "_RETRY_S", 0.02)
+    begun_s: list[float] = []
+    one = attachment_of("http://127.0.0.1:1", Noting(), asyncio.Event())
+
+    async def examine() -> tuple[None, ...]:
+        return ()
+
+    async def serve() -> None:
+        begun_s.append(time.monotonic())
+        if len(begun_s) == 5:
+            monkeypatch.setattr(attachment, "_STEADY_S", 0.0)
+        if len(begun_s) == 7:
+            one.leave()
+
+    monkeypatch.setattr(one, "_examine", examine)
+    monkeypatch.setattr(one, "_serve", serve)
+    async with asyncio.timeout(10):
+        await one.run()
+    *pauses_s, first, second = (b - a for a, b in itertools.pairwise(begun_s))
+    assert all(pause_s >= 0.02 * 2**lives for lives, pause_s in enumerate(pauses_s))
+    assert max(first, second) < 0.1  # behind long lives
 
 
 async def test_a_missing_key_file_takes_no_key_from_a_server_that_works() -> None:
