@@ -183,11 +183,11 @@ class CompletionStream(ResponseReader):
         self._end: int | None = None  # the token that ends the choice
 
     def _read(self, event: bytes) -> list[ev.Tokens]:
-        field, _, payload = event.partition(b": ")
-        if field not in (b"data", b"error") or self.finished:
+        if self.finished or event[:1] in (b"", b":"):
             return []  # a comment, or what follows a token that ends the choice
-        if field == b"error":
-            payload = b'{"error": %b}' % payload
+        payload = event.removeprefix(b"data: ")
+        if event.startswith(b"error: "):
+            payload = b'{"error": %b}' % event.removeprefix(b"error: ")
         return self._take(read_event(payload))
 
     def _take(self, event: Event) -> list[ev.Tokens]:
@@ -218,14 +218,18 @@ class CompletionStream(ResponseReader):
 
     def _sampled(self, event: Event) -> list[SampledToken]:
         """Return the tokens of an event, and those before it that had none."""
+        if not event.tokens and not event.stop:
+            return []  # its tokens are lost until the next event
         lost = event.tokens_predicted - self._counted - len(event.tokens)
         self._counted += len(event.tokens) + max(lost, 0)
         scored = {candidate.id: candidate for candidate in event.completion_probabilities}
         tokens = [self._scored(token, scored.get(token)) for token in event.tokens]
-        if lost <= 0 or not event.tokens:  # at the end of a response lost tokens stay unknown
-            return tokens
-        text = event.content.encode().removesuffix(self._spell(event.tokens[0]))
-        ids = self._split(text, lost) if lost <= _MOST_LOST else ()
+        ids: Sequence[int] = ()
+        if lost <= _MOST_LOST:
+            if lost <= 0 or not event.tokens:  # at the end of a response they stay unknown
+                return tokens
+            text = event.content.encode().removesuffix(self._spell(event.tokens[0]))
+            ids = self._split(text, lost)
         if not ids:
             raise InternalError(
                 f"llama-server left out {lost} tokens of {event.content[:40]!r}, which cannot be "

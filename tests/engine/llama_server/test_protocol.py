@@ -94,6 +94,17 @@ def test_a_lost_token_has_no_log_probability(pieces) -> None:
     assert values == [(NO_LOGPROB, ()), (NO_LOGPROB, ()), (-0.5, ((228, -0.5),))]
 
 
+@pytest.mark.parametrize(
+    "damaged", [b"a line\n\n", event("", [], 2), event("", [], 30, stop=True, stop_type="limit")]
+)
+def test_a_response_does_not_lack_the_tokens_of_a_damaged_event(
+    pieces: TokenPieces, damaged: bytes
+) -> None:
+    """It ended with as many tokens less."""
+    with pytest.raises(InternalError, match=r"no event|left out"):
+        read(stream_of(pieces), damaged + event("", [270], 3) + last(3, "limit"))
+
+
 def test_lost_tokens_that_no_vocabulary_has_are_an_error(pieces) -> None:
     with pytest.raises(InternalError, match="left out 3 tokens"):
         read(stream_of(pieces), event("x", [104], 4))
