@@ -11,7 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.addresses import join_address
 from baton.telemetry.tasks import BackgroundTasks
-from baton.types.errors import BatonError
+from baton.types.errors import BatonError, SlowRequestError
 from baton.wire.grpc_options import listen_for_gateways
 from router.endpoint_picker.gateway_stream import GatewayStream, Reply
 from router.endpoint_picker.picker import Picked, Picker
@@ -75,20 +75,28 @@ class PickerServer:
         stream = GatewayStream(self._process.settings.max_body_bytes)
         picked: Picked | None = None
         error: BatonError | None = None
+        limit_s = self._process.settings.clients.body_timeout_s
         try:
-            async for message in messages:
-                try:
-                    replies = stream.receive(message)
-                    if replies is None:
-                        picked = await self._picker.pick(stream)
-                        replies = stream.chosen(picked.endpoint)
-                except BatonError as refusal:
-                    error = refusal
-                    replies = _refused(stream, error)
-                if picked is not None:
-                    picked.follow(stream)  # before the last reply, after which the gateway leaves
-                for reply in replies:
-                    await context.write(reply)
+            async with asyncio.timeout(limit_s) as until_asked:
+                async for message in messages:
+                    try:
+                        replies = stream.receive(message)
+                        if replies is None:
+                            until_asked.reschedule(None)
+                            picked = await self._picker.pick(stream)
+                            replies = stream.chosen(picked.endpoint)
+                    except BatonError as refusal:
+                        error = refusal
+                        replies = _refused(stream, error)
+                    if picked is not None:
+                        picked.follow(stream)  # before the last reply: then the gateway leaves
+                    for reply in replies:
+                        await context.write(reply)
+        except TimeoutError:
+            why = f"the request was not complete within {limit_s:g} s (clients.body_timeout_s)"
+            error = error or SlowRequestError(why)
+            for reply in _refused(stream, error):
+                await context.write(reply)
         finally:
             if picked is not None:
                 picked.end(stream)
