@@ -280,6 +280,7 @@ def _probe(settings: WorkerSettings, engine: EngineHandle) -> EngineProbe:
         # the steps of an external engine are seen by their tokens only
         limit_s=interval_s if settings.engine.external is None else 3 * interval_s,
         exact=settings.engine.numerics == "exact",
+        counts_errors=bool(settings.server),
     )
 
 

@@ -194,6 +194,17 @@ def test_an_error_of_a_server_is_no_error_of_the_client(pair: Pair, fault: str) 
         assert pair.fleet.complete(4, prompt) == expected(4, prompt)
 
 
+def test_a_server_that_refuses_a_probe_under_load_goes_on_with_its_responses(pair: Pair) -> None:
+    """One refused probe, such as by 429 of a proxy, ended the worker and all its streams."""
+    response = Background(lambda: pair.fleet.complete(600))
+    server = busy(pair)
+    server.emulation.fault = "500"
+    assert response.result() == expected(600)
+    assert time.monotonic() - response.began_s > 11  # longer than the time between two probes
+    (other,) = (one for one in pair.servers if one is not server)
+    assert asked(other) == []
+
+
 def test_attached_servers_are_not_put_to_sleep(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_HOME", str(pair.fleet.folder))
     state = fleet_state.load("attached")
