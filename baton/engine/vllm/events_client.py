@@ -23,7 +23,8 @@ _REPLAY_S = 30.0  # for a whole replay, while live batches are held
 _REPLAYS = 2  # then what is missing is lost: the held batches would fill the memory
 _ARRIVE_S = 1.0
 _ARRIVE_TRIES = 3
-_BATCH_BYTES = 4 << 20  # of one step; the connection of a longer one is closed
+_BATCH_BYTES = 4 << 20  # of one step
+_MESSAGE_BYTES = 64 << 20  # then ZeroMQ ends the connection for ever
 _PARTS = 3  # topic, number, batch
 _UNREADABLE = (msgspec.DecodeError, ArithmeticError, LookupError, ValueError)
 
@@ -128,6 +129,8 @@ class KvEventsClient:
         """Apply batches; other tasks have their turn between the parts of one."""
         try:
             for payload in payloads:
+                if len(payload) > _BATCH_BYTES:
+                    raise ValueError(f"a batch has {len(payload)} bytes")
                 for part in parts_of(payload):
                     change = self.cached.take(part)
                     if change != CacheChanged((), ()):
@@ -140,7 +143,7 @@ class KvEventsClient:
 def _context_for(stream: str) -> zmq.asyncio.Context:
     context = zmq.asyncio.Context()
     context.setsockopt(zmq.IPV6, "[" in stream)  # with it, names mean their IPv6
-    context.setsockopt(zmq.MAXMSGSIZE, _BATCH_BYTES)
+    context.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES)
     return context
 
 
@@ -169,7 +172,7 @@ async def arrive(stream: str, compute: Callable[[str], Awaitable[object]]) -> bo
 def _names(parts: list[bytes], salt: bytes) -> bool:
     """Return whether events can be read, and name a salt."""
     with contextlib.suppress(*_UNREADABLE):
-        if len(parts) == _PARTS and salt in parts[-1]:
+        if len(parts) == _PARTS and len(parts[-1]) <= _BATCH_BYTES and salt in parts[-1]:
             CachedBlocks().apply(parts[-1])
             return True
     return False

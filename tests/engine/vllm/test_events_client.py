@@ -130,7 +130,15 @@ def stored(*tokens: int) -> bytes:
 
 @pytest.mark.parametrize(
     "damaged",
-    [b"", b"\x93\xcb", b"[]", stored(*range(15)), stored(*[-1] * 16), stored(*[1 << 40] * 16)],
+    [
+        b"",
+        b"\x93\xcb",
+        b"[]",
+        stored(*range(15)),
+        stored(*[-1] * 16),
+        stored(*[1 << 40] * 16),
+        stored(*[1 << 16] * (1 << 20)),
+    ],
 )
 async def test_events_of_an_unknown_format_end_the_worker(
     publisher: Publisher, damaged: bytes
