@@ -3,7 +3,7 @@
 A feature of a thousand lines names what it removes. The goal of the product's lines is 92,000.
 """
 
-PRODUCT_LINES = 109_620
+PRODUCT_LINES = 109_910
 """Lines of hand-written Python outside tests, benchmarks and generated code."""
 LONG_FILES = 0
 """Files of more than 450 lines."""

@@ -144,9 +144,7 @@ class AnyRouter:
 
     async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
         accept = Headers(scope=scope).get("accept", "")
-        kept = [
-            header for header in scope["headers"] if header[0] != b"accept"
-        ]  # the text is summed
+        kept = [header for header in scope["headers"] if header[0] != b"accept"]  # text is summed
         own = await self._ask_own({**scope, "headers": kept}, receive)
         if own.status != 200 or scope["method"] != "GET":
             await own.send(send)

@@ -2,8 +2,8 @@
 
 It needs no key and answers nothing else; on loopback no web page can read it by a DNS name of its
 own. A call is passed to the router's application with the fleet token, and without the caller's
-headers but two: a caller gains no rights by them. Routers of one host share the
-port, and each answers for all.
+headers but two: a caller gains no rights by them. Routers of one host share the port, and each
+answers for all.
 """
 
 import contextlib
