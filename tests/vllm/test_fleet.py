@@ -190,11 +190,18 @@ def test_nothing_is_left_after_many_requests_of_which_half_are_aborted(fleet: Fl
     fleet.wait_until_all_are_ready()
     wait_for(fleet.is_at_rest, 30)
     for socket in sockets(fleet).values():
-        asyncio.run(alone(socket, [504, 3575], 2))  # its gauges are those of its last step
-        page = asyncio.run(HttpOrigin.of_socket(socket).fetch("GET", "/metrics", 30.0)).decode()
-        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-            (value,) = [row for row in page.splitlines() if row.startswith(f"vllm:{name}{{")]
-            assert float(value.rpartition(" ")[2]) == 0.0, value
+        wait_for(lambda socket=socket: is_empty(socket), 30)  # but for a probe
+
+
+def is_empty(socket: str) -> bool:
+    """Return whether vLLM has no requests and no KV in use."""
+    asyncio.run(alone(socket, [504, 3575], 2))  # its gauges are those of its last step
+    page = asyncio.run(HttpOrigin.of_socket(socket).fetch("GET", "/metrics", 30.0)).decode()
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    gauges = tuple(f"vllm:{name}{{" for name in names)
+    rows = [row for row in page.splitlines() if row.startswith(gauges)]
+    assert len(rows) == len(gauges), rows
+    return all(float(row.rpartition(" ")[2]) == 0.0 for row in rows)
 
 
 async def load(fleet: Fleet, count: int, more_headers: dict[str, str] | None = None) -> None:
