@@ -97,13 +97,17 @@ def test_it_is_close_to_torch_and_rows_depend_on_themselves_alone(
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [*SHAPES, (160, 5, 32, None)])
 def test_many_sequences_share_units_of_several_heads(heads, kv_heads, dim, window, sums) -> None:
     attention, _ = make(heads, kv_heads, dim, window)
-    torch.set_num_threads(1)
     mine, _ = tables()
     q = torch.randn(600, heads, dim).bfloat16()
     whole = attention.run(0, attention.plan([], [QuerySpan(0, 0, 600, mine)]), q)
     rows = list(range(5, 600, 15))
     spans = [QuerySpan(i, row, 1, mine) for i, row in enumerate(rows)]
-    assert same_bits(attention.run(0, attention.plan(spans, []), q[rows]), whole[rows])
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert same_bits(attention.run(0, attention.plan(spans, []), q[rows]), whole[rows])
+        for row in (5, 599):
+            one = attention.plan([QuerySpan(0, row, 1, mine)], [])
+            assert same_bits(attention.run(0, one, q[row : row + 1]), whole[row : row + 1])
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 37), (99, 1)])

@@ -251,10 +251,12 @@ void cut(const Span* spans, int num_spans, int most, std::vector<Part>& units) {
       units.push_back(Part{s, first, std::min(most, spans[s].count - first)});
 }
 
-// By AVX2, which packs K and V of a head at a time, a unit has several KV heads if there are units
-// enough: they lie beside each other, and reading a whole page takes less time than reading its parts.
+// By AVX2, which packs K and V of a head at a time, a unit has several KV heads: they lie beside each
+// other, and reading a whole page takes less time than reading its parts. Those of one span are shared
+// among the threads; of several, which may be unequal, if there are units enough.
 int heads_of_a_unit(long units, int num_kv_heads, int threads, int sums) {
   if (kIsAvx512 || sums >= 0) return 1;
+  if (units <= num_kv_heads) return (num_kv_heads + threads - 1) / threads;
   return std::clamp<long>(units / (kUnitsPerThread * threads), 1, num_kv_heads);
 }
 
