@@ -15,7 +15,7 @@ from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.tenants.audit.chain import ChainHead, verify
 from baton.tenants.audit.file import NAME
 from baton.tenants.audit.inbox import AuditInbox
-from fleet.cli.common import FleetOption, fail, printable
+from fleet.cli.common import FleetOption, fail, line_markup
 from fleet.local import state as fleet_state
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -47,12 +47,12 @@ def ls(
         at = datetime.fromisoformat(one["time"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         origin = f" from {one['from']}" if one["from"] else ""
         console.print(
-            f"[dim]{at}[/]  {printable(one['who'] + origin)}: [bold]{printable(one['verb'])}[/]"
-            f" {printable(one['what'])}".rstrip(),
+            f"[dim]{at}[/]  {line_markup(one['who'] + origin)}: [bold]{line_markup(one['verb'])}[/]"
+            f" {line_markup(one['what'])}".rstrip(),
             soft_wrap=True,
         )
         for change in _changes(one["before"], one["after"]):
-            console.print(Padding(printable(change), (0, 0, 0, 4), expand=False))
+            console.print(Padding(line_markup(change), (0, 0, 0, 4), expand=False))
 
 
 @audit_app.command("verify")

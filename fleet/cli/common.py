@@ -160,7 +160,7 @@ def note(message: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"note: {escape(message)}")
 
 
-def printable(text: str) -> str:
+def line_markup(text: str) -> str:
     """Return a text for rich, without control characters: clients may have sent it."""
     return escape("".join(one if one.isprintable() else " " for one in text))
 
@@ -168,7 +168,7 @@ def printable(text: str) -> str:
 def show_error(message: str) -> None:
     """Print one line with the time to standard error."""
     stamp = datetime.now(UTC).astimezone().strftime("%H:%M:%S")
-    shown = "\n".join(map(printable, message.split("\n")))
+    shown = "\n".join(map(line_markup, message.split("\n")))
     Console(stderr=True, highlight=False, soft_wrap=True).print(
         f"[bold red]error[/] [dim]{stamp}[/] {shown}"
     )
